@@ -96,7 +96,8 @@ async def main() -> None:
             row("watched, nothing records", us["idle"], "us", against=bare_label, of=us["bare"]),
             row("watched and noted", us["recording"], "us", against=bare_label, of=us["bare"]),
         ],
-        method=f"A generator that yields {OUTPUTS} outputs at once. {ROUNDS} rounds in turn, {REQUESTS:,} "
+        method=f"A generator that yields {OUTPUTS} outputs at once. {ROUNDS} rounds in turn, "
+        f"{REQUESTS:,} "
         "requests each, CPU time.",
         peers={},
     )

@@ -1,7 +1,9 @@
-"""What a capture costs on a CUDA device, against torch.profiler and verl's profiler class doing the same.
+"""What a capture costs on a CUDA device, against torch.profiler and verl's profiler class doing the
+same.
 
 Run: ``python benchmarks/bench_gpu.py [ROUNDS]`` (default 7) on a machine with a GPU. verl 0.9.1 is
-measured if it is installed. A step trains a Qwen2 of 12 layers on ten batches. What is compared takes turns.
+measured if it is installed. A step trains a Qwen2 of 12 layers on ten batches. What is compared
+takes turns.
 """
 
 from __future__ import annotations
@@ -123,7 +125,9 @@ def with_ours(folder: Path, step: Callable[[], None]) -> dict[str, float]:
 def measured(
     start: Callable[[], object], step: Callable[[], None], stop: Callable[[], object]
 ) -> dict[str, float]:
-    """Return the milliseconds of a capture's parts, and the memory that it takes from the device."""
+    """Return the milliseconds of a capture's parts,
+    and the memory that it takes from the device.
+    """
     before = used_mib()
     found = {"start": timed(start), "step": timed(step)}
     found["memory"] = used_mib() - before
@@ -201,13 +205,16 @@ def main(rounds: int) -> None:
         "gpu",
         rows,
         method=(
-            f"{torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}; {rounds} rounds of all in turn, "
+            f"{torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}; {rounds} rounds of "
+            "all in turn, "
             f"and {len(watched['off'])} steps of one batch without and with the watch. "
-            "The loop waits for the pauses; the file is complete when it is compressed and read back. "
+            "The loop waits for the pauses; the file is complete when it is compressed and "
+            "read back. "
             "Memory is what a capture after the first takes from the device."
         ),
         peers={
-            "torch.profiler": "activities CPU and CUDA, no options, stop() and export_chrome_trace() as JSON",
+            "torch.profiler": "activities CPU and CUDA, no options, stop() and "
+            "export_chrome_trace() as JSON",
             "verl's DistProfiler": "tool torch, contents [cpu, cuda], e2e, all ranks; verl 0.9.1",
         },
     )

@@ -24,7 +24,15 @@ ROUNDS = 21
 CALLS = 10_000
 RECORDED_CALLS = 2_000
 METRICS = {"loss": 1.0}
-STAGES = ("rollout", "reward", "old_log_prob", "ref_log_prob", "advantage", "update_actor", "update_weights")
+STAGES = (
+    "rollout",
+    "reward",
+    "old_log_prob",
+    "ref_log_prob",
+    "advantage",
+    "update_actor",
+    "update_weights",
+)
 METHOD = f"{ROUNDS} rounds, one after another in every round, {{calls:,}} calls each, CPU time."
 ANNOTATE = "verl `DistProfiler.annotate`"
 VERL_SETUP = (
@@ -142,7 +150,13 @@ def stages() -> None:
     nullcontext, decorator = "`with contextlib.nullcontext():`", '`@stage("update_actor")`'
     rows = [
         row(nullcontext, found["null"], "ns"),
-        row('`with stage("update_actor"):`', found["with"], "ns", against=nullcontext, of=found["null"]),
+        row(
+            '`with stage("update_actor"):`',
+            found["with"],
+            "ns",
+            against=nullcontext,
+            of=found["null"],
+        ),
         row(decorator, found["decorator"], "ns", against=nullcontext, of=found["null"]),
     ]
     if verl is not None:
@@ -181,7 +195,13 @@ def stages() -> None:
     rows.append(row(decorator, found["decorator"], "ns", against=nullcontext, of=found["null"]))
     if verl is not None:
         rows.append(
-            row(f"{ANNOTATE}, recording", found["verl"], "ns", against=decorator, of=found["decorator"])
+            row(
+                f"{ANNOTATE}, recording",
+                found["verl"],
+                "ns",
+                against=decorator,
+                of=found["decorator"],
+            )
         )
     record("stage_recorded", rows, method=METHOD.format(calls=RECORDED_CALLS), peers=peers)
 
@@ -192,7 +212,9 @@ def recording(tool: str) -> Iterator[None]:
     worker = CaptureMixin()
     worker.init_capture({"enable": True, "tool": tool}, role="actor")
     with tempfile.TemporaryDirectory() as folder:
-        worker.start_capture(CaptureRequest(capture_id=folder, run_id="bench", step=1, folder=folder))
+        worker.start_capture(
+            CaptureRequest(capture_id=folder, run_id="bench", step=1, folder=folder)
+        )
         yield
         worker.stop_capture(finish_s=30.0)
 

@@ -1,12 +1,13 @@
 """Holds the cheapest ratios by counting instructions, which no other work on the machine changes.
 
-Run: ``python benchmarks/bench_instructions.py [--record]``. valgrind's callgrind runs this file again, is
-switched on once all is imported, and writes its counters whenever ``sys.setrecursionlimit`` is called. Each
-function runs ``FEW`` times, then ``MANY`` times between such calls, and the difference is free of what comes
-before and after them. System calls are counted too; valgrind makes each reading of the clock one. With exit
-code 1 a bound does not hold.
+Run: ``python benchmarks/bench_instructions.py [--record]``. valgrind's callgrind runs this file
+again, is switched on once all is imported, and writes its counters whenever
+``sys.setrecursionlimit`` is called. Each function runs ``FEW`` times, then ``MANY`` times between
+such calls, and the difference is free of what comes before and after them. System calls are counted
+too; valgrind makes each reading of the clock one. With exit code 1 a bound does not hold.
 
-verl's ``DistProfiler.annotate`` is the peer of a recorded stage (``requirements/instructions.txt``).
+verl's ``DistProfiler.annotate`` is the peer of a recorded stage
+(``requirements/instructions.txt``).
 """
 
 from __future__ import annotations
@@ -65,10 +66,18 @@ class Bound:
 BOUNDS = (
     Bound("an idle stage of nullcontext", "idle stage", "nullcontext", 0.85),
     Bound("the four hooks of an unprofiled step of nullcontext", "hooks", "nullcontext", 3.7),
-    Bound("a step in which nobody asks for a capture of nullcontext", "nobody asks", "nullcontext", 6.0),
+    Bound(
+        "a step in which nobody asks for a capture of nullcontext",
+        "nobody asks",
+        "nullcontext",
+        6.0,
+    ),
     Bound("a recorded stage (spans) of nullcontext", "recorded stage, spans", "nullcontext", 2.85),
     Bound(
-        "a recorded stage (torch) of verl's annotate", "recorded stage, torch", "recorded annotate, verl", 0.2
+        "a recorded stage (torch) of verl's annotate",
+        "recorded stage, torch",
+        "recorded annotate, verl",
+        0.2,
     ),
 )
 SYSTEM_CALLS = {"idle stage": 0, "hooks": 0, "recorded stage, spans": 2, "nobody asks": 5}
@@ -88,10 +97,13 @@ def count(function: Callable[[], object]) -> None:
 def begin_counting() -> None:
     """Switch callgrind on: until then this process runs several times as fast.
 
-    No stage is long from now on. By a slow machine's clock each may be, and then it reads the peak of memory.
+    No stage is long from now on. By a slow machine's clock each may be, and then it reads the peak
+    of memory.
     """
     stages.LONG_NS = 1 << 62
-    subprocess.run(["callgrind_control", "--instr=on", str(os.getpid())], check=True, capture_output=True)
+    subprocess.run(
+        ["callgrind_control", "--instr=on", str(os.getpid())], check=True, capture_output=True
+    )
 
 
 def count_all() -> None:
@@ -101,7 +113,9 @@ def count_all() -> None:
     count(bench_hooks.null)
     count(bench_hooks.ours)
     with tempfile.TemporaryDirectory() as folder:
-        callback = ProfilingCallback({"enable": True, "save_path": folder, "schedule": {"steps": [10**9]}})
+        callback = ProfilingCallback(
+            {"enable": True, "save_path": folder, "schedule": {"steps": [10**9]}}
+        )
         count(lambda: bench_hooks.hooks_of_a_step(callback))
     with bench_hooks.recording("spans"):
         count(bench_hooks.ours)
@@ -141,7 +155,8 @@ def counters(folder: Path) -> Iterator[Count]:
 
 
 def measured(script: str, at_least: int) -> list[Count]:
-    """Run a script, which counts when told ``count``, under callgrind; return its counts in their order.
+    """Run a script, which counts when told ``count``, under callgrind; return its counts in their
+    order.
 
     Raises:
         SystemExit: Fewer were counted than there should be.
@@ -160,7 +175,9 @@ def measured(script: str, at_least: int) -> list[Count]:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         found = list(counters(Path(folder)))
     if done.returncode or len(found) < at_least:
-        raise SystemExit(f"{len(found)} functions were counted\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        raise SystemExit(
+            f"{len(found)} functions were counted\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        )
     return found
 
 
@@ -188,17 +205,24 @@ def main() -> int:
     counts = measured(__file__, COUNTED.index("recorded stage, torch"))
     found = dict(zip(COUNTED, counts, strict=False))
     for name, each in found.items():
-        print(f"  {name:26}{each.instructions:10.0f} instructions {each.system_calls:6.2f} system calls")
+        print(
+            f"  {name:26}{each.instructions:10.0f} instructions {each.system_calls:6.2f} "
+            "system calls"
+        )
     verdicts = []
     for bound in BOUNDS:
         if not {bound.counted, bound.of} <= set(found):
             print(f"SKIPPED: {bound.name}: verl is not installed (make bench-instructions)")
             continue
         ratio = found[bound.counted].instructions / found[bound.of].instructions
-        verdicts.append((ratio <= bound.at_most, f"{bound.name}: {ratio:.3f}, at most {bound.at_most}"))
+        verdicts.append(
+            (ratio <= bound.at_most, f"{bound.name}: {ratio:.3f}, at most {bound.at_most}")
+        )
     for name, at_most in SYSTEM_CALLS.items():
         calls = found[name].system_calls
-        verdicts.append((calls <= at_most + 0.1, f"{name}: {calls:.2f} system calls, at most {at_most}"))
+        verdicts.append(
+            (calls <= at_most + 0.1, f"{name}: {calls:.2f} system calls, at most {at_most}")
+        )
     for holds, text in verdicts:
         print(f"{'ok' if holds else 'BROKEN':7}{text}")
     if sys.argv[1:] == ["--record"]:

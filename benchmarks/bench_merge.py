@@ -2,13 +2,13 @@
 
 Run: ``python benchmarks/bench_merge.py [--runs 5] [--sglang profile_merger.py] [--parts NAME ...]``
 
-It records 8 traces of about 100k events and one of about 1M with torch.profiler, and makes four as users
-have them: two of a GPU with many arrows, one of them with its metadata before each kernel, and a recording
-with Python stacks. It compresses them as a capture does, and merges them in fresh processes. CPU seconds
-are those of the process and its children, without imports; memory is the largest resident set of any one of
-them (``getrusage``, ``ru_maxrss``). viztracer reads no gzip, so it gets the raw files.
-SGLang's merger is ``sglang/srt/utils/profile_merger.py`` of its wheel, which runs alone; that of
-an installed sglang is found.
+It records 8 traces of about 100k events and one of about 1M with torch.profiler, and makes four as
+users have them: two of a GPU with many arrows, one of them with its metadata before each kernel,
+and a recording with Python stacks. It compresses them as a capture does, and merges them in fresh
+processes. CPU seconds are those of the process and its children, without imports; memory is the
+largest resident set of any one of them (``getrusage``, ``ru_maxrss``). viztracer reads no gzip, so
+it gets the raw files. SGLang's merger is ``sglang/srt/utils/profile_merger.py`` of its wheel, which
+runs alone; that of an installed sglang is found.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ REAL_FILES = (
     "real_traces.record_with_stacks({path!r}, 14)",
 )
 REAL_WHAT = (
-    "4 files as users have them: the public GPU trace of `tests/data` repeated end to end (twice as it is, "
-    "once with five events of metadata before each kernel, 108,000 in all), and a recording with Python "
+    "4 files as users have them: the public GPU trace of `tests/data` repeated end to end "
+    "(twice as it is, "
+    "once with five events of metadata before each kernel, 108,000 in all), and a recording "
+    "with Python "
     "stacks and shapes"
 )
 _MERGE = (
@@ -90,7 +92,8 @@ TIMED = (OURS, "SGLang", OURS_RAW, "viztracer")
 """Those of which the time is told too."""
 PEERS = {
     "SGLang": "`ProfileMerger.merge_chrome_traces()` of its wheel, as it is",
-    "viztracer": "`ReportBuilder(files).save()` as it is fastest: orjson is installed (its extra `full`), no "
+    "viztracer": "`ReportBuilder(files).save()` as it is fastest: orjson is installed (its "
+    "extra `full`), no "
     "progress is printed; it reads no gzip and gets the raw files",
 }
 
@@ -109,8 +112,12 @@ def record_trace(path: str, events: int) -> None:
     profiler.export_chrome_trace(path)
 
 
-def measure(name: str, folder: Path, scratch: Path, merger: Path | None) -> tuple[float, float, float]:
-    """Return CPU seconds, seconds (both without imports) and peak MB of one merge in a fresh process."""
+def measure(
+    name: str, folder: Path, scratch: Path, merger: Path | None
+) -> tuple[float, float, float]:
+    """Return CPU seconds, seconds (both without imports) and peak MB of one merge
+    in a fresh process.
+    """
     kind, setup, body = MERGERS[name]
     output = scratch / "merged.json.gz"
     values = {
@@ -142,7 +149,11 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--only", nargs="*", choices=MERGERS, help="mergers to run")
     parser.add_argument(
-        "--sglang", type=Path, metavar="FILE", default=installed_merger(), help="SGLang's profile_merger.py"
+        "--sglang",
+        type=Path,
+        metavar="FILE",
+        default=installed_merger(),
+        help="SGLang's profile_merger.py",
     )
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="what to measure")
     parser.add_argument("--keep", type=Path, help="folder of recorded traces, to reuse them")
@@ -184,7 +195,9 @@ def record_all(folder: Path, count: int, events: int) -> None:
 
 
 def make_all(folder: Path, calls: Sequence[str]) -> None:
-    """Make the files that are not there yet, each by a call in a process of its own, raw and compressed."""
+    """Make the files that are not there yet, each by a call in a process of its own,
+    raw and compressed.
+    """
     for kind in ("raw", "gz"):
         (folder / kind).mkdir(parents=True, exist_ok=True)
     for rank, call in enumerate(calls):
@@ -198,9 +211,17 @@ def make_all(folder: Path, calls: Sequence[str]) -> None:
 
 
 def compare(
-    title: str, what: str, folder: Path, names: list[str], runs: int, scratch: Path, merger: Path | None
+    title: str,
+    what: str,
+    folder: Path,
+    names: list[str],
+    runs: int,
+    scratch: Path,
+    merger: Path | None,
 ) -> None:
-    """Record CPU seconds, time and peak memory of each merger, and the ratio to ours on the same input."""
+    """Record CPU seconds, time and peak memory of each merger,
+    and the ratio to ours on the same input.
+    """
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
     for _ in range(runs):
         for name in names:
@@ -212,7 +233,9 @@ def compare(
                 continue
             ours = OURS if MERGERS[name][0] == "gz" else OURS_RAW
             compared = ours != name and ours in found
-            peak = f" (peak {max(result[2] for result in results):,.0f} MB)" if unit == "CPU s" else ""
+            peak = (
+                f" (peak {max(result[2] for result in results):,.0f} MB)" if unit == "CPU s" else ""
+            )
             rows.append(
                 row(
                     f"{LABELS[name]}{peak}",
@@ -254,8 +277,10 @@ def growth(folder: Path, scratch: Path, runs: int) -> None:
     (small, cheap), _, (large, dear) = points
     slope = (dear - cheap) / (large - small)
     print(
-        f"64 ranks x 200 MB of JSON: {slope * 6_400:.0f} s on 2 cores, assuming {slope * 100:.2f} CPU s "
-        "per 100 MB as above,\nboth cores busy (members are independent) and memory flat (it is per process)"
+        f"64 ranks x 200 MB of JSON: {slope * 6_400:.0f} s on 2 cores, assuming "
+        f"{slope * 100:.2f} CPU s "
+        "per 100 MB as above,\nboth cores busy (members are independent) and memory flat (it "
+        "is per process)"
     )
 
 

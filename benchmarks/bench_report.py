@@ -86,7 +86,9 @@ def measure(python: str, body: str, folder: Path) -> tuple[float, float, list[li
     program = MEASURE.format(body="\n".join(f"    {line}" for line in body.strip().splitlines()))
     script = folder.parent / "measure.py"
     script.write_text(program)
-    done = subprocess.run([python, str(script), str(folder)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [python, str(script), str(folder)], capture_output=True, text=True, check=True
+    )
     cpu, peak, rows = json.loads(done.stdout.splitlines()[-1])
     return cpu, peak, rows
 
@@ -104,9 +106,14 @@ def main() -> None:
         folder = Path(scratch) / "traces"
         folder.mkdir()
         # In a process of its own: a process that is forked from a large one starts with its peak.
-        command = f"import bench_report as b; b.make_traces(b.Path({str(folder)!r}), {arguments.events})"
+        command = (
+            f"import bench_report as b; b.make_traces(b.Path({str(folder)!r}), {arguments.events})"
+        )
         subprocess.run([sys.executable, "-c", command], check=True, cwd=Path(__file__).parent)
-        found: dict[str, list[tuple[float, float, list[list[float]]]]] = {"verl-profiling": [], "HTA 0.5": []}
+        found: dict[str, list[tuple[float, float, list[list[float]]]]] = {
+            "verl-profiling": [],
+            "HTA 0.5": [],
+        }
         for _ in range(arguments.runs):
             found["verl-profiling"].append(measure(sys.executable, OURS, folder))
             found["HTA 0.5"].append(measure(arguments.hta, HTA, folder))
@@ -114,7 +121,9 @@ def main() -> None:
     whole = "`report`, all of it"
     rows = [
         row(
-            f"{whole} (peak {max(peak for _, peak, _ in ours):,.0f} MB)", [cpu for cpu, _, _ in ours], "CPU s"
+            f"{whole} (peak {max(peak for _, peak, _ in ours):,.0f} MB)",
+            [cpu for cpu, _, _ in ours],
+            "CPU s",
         ),
         row(
             "HolisticTraceAnalysis: load, temporal breakdown, overlap "
@@ -128,7 +137,8 @@ def main() -> None:
     record(
         "report",
         rows,
-        method=f"{RANKS} GPU traces of {arguments.events:,} events each. {arguments.runs} runs each, "
+        method=f"{RANKS} GPU traces of {arguments.events:,} events each. "
+        f"{arguments.runs} runs each, "
         "in turn, in fresh processes, imports included.",
         peers=PEERS,
     )

@@ -1,7 +1,8 @@
-"""What a capture of many workers costs the loop: against the slowest of them, and with hung and dead ones.
+"""What a capture of many workers costs the loop: against the slowest of them, and with hung and
+dead ones.
 
-Run: ``python benchmarks/bench_scale.py``. Workers only answer, each with a latency of its own, so that what
-is measured is the driving of them.
+Run: ``python benchmarks/bench_scale.py``. Workers only answer, each with a latency of its own, so
+that what is measured is the driving of them.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class Worker:
         """Answer, at once where it only waits for artifacts."""
         begin_ns = now_ns()
         await asyncio.sleep(0 if capture_id is None else self.latency_s)
-        result = CaptureResult(identity=self.identity, capture_id=capture_id or "", status="ok", step=1)
+        result = CaptureResult(
+            identity=self.identity, capture_id=capture_id or "", status="ok", step=1
+        )
         return StopReply(result, received_ns=begin_ns)
 
     async def break_down(self, fault: str) -> None:
@@ -109,8 +112,12 @@ def timed(hook: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def captured(workers: Sequence[Any] | Group, rounds: int) -> tuple[list[float], list[float], list[float]]:
-    """Return the seconds of every start and every stop, and the driver's resident KiB after each."""
+def captured(
+    workers: Sequence[Any] | Group, rounds: int
+) -> tuple[list[float], list[float], list[float]]:
+    """Return the seconds of every start and every stop,
+    and the driver's resident KiB after each.
+    """
     starts, stops, sizes = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         callback = ProfilingCallback(
@@ -157,7 +164,9 @@ def with_faults(made: list[Any]) -> list[float]:
 def main() -> None:
     """Measure and print."""
     logging.disable(logging.ERROR)
-    local_starts, local_stops, sizes = captured([Worker(rank, LOCAL) for rank in range(LOCAL)], CAPTURES)
+    local_starts, local_stops, sizes = captured(
+        [Worker(rank, LOCAL) for rank in range(LOCAL)], CAPTURES
+    )
     grouped = {hosts: captured(Group(hosts), ROUNDS + 1) for hosts in HOSTS}
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     made = actors()
@@ -172,7 +181,9 @@ def main() -> None:
         return row(what, seconds, "s", against=slowest, of=[SLOWEST_S] * len(seconds), hosts=1)
 
     def against_answer(what: str, seconds: list[float], hosts: int) -> dict[str, Any]:
-        return row(what, seconds, "s", against="one answer", of=[ANSWER_S] * len(seconds), hosts=hosts)
+        return row(
+            what, seconds, "s", against="one answer", of=[ANSWER_S] * len(seconds), hosts=hosts
+        )
 
     record(
         "scale",
@@ -185,7 +196,10 @@ def main() -> None:
             *(
                 against_answer(what, seconds[1:], hosts)
                 for hosts, (starts, stops, _) in grouped.items()
-                for what, seconds in ((f"start of a group of {LOCAL:,}", starts), ("their stop", stops))
+                for what, seconds in (
+                    (f"start of a group of {LOCAL:,}", starts),
+                    ("their stop", stops),
+                )
             ),
             against_slowest(f"start of {ACTORS} Ray actors", actor_starts[1:]),
             against_slowest("their stop, with one manifest", actor_stops[1:]),
@@ -199,7 +213,8 @@ def main() -> None:
             ),
         ],
         method=f"Workers that answer after up to {SLOWEST_S} s, the later the higher their rank; "
-        f"{CAPTURES} captures of the local ones, the memory over the second half of them; {ROUNDS} of the "
+        f"{CAPTURES} captures of the local ones, the memory over the second half of them; "
+        f"{ROUNDS} of the "
         f"actors and of the groups, whose workers all answer after {ANSWER_S} s, by the clock.",
         peers={},
     )

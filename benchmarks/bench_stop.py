@@ -39,7 +39,9 @@ print(init, start)
 
 
 def make_events(number: int) -> None:
-    """Run ops until about ``number`` events are recorded: in torch 2.13 a matrix product makes five."""
+    """Run ops until about ``number`` events are recorded:
+    in torch 2.13 a matrix product makes five.
+    """
     left, right = torch.ones(4, 4), torch.ones(4, 4)
     for _ in range(number // 5):
         left @ right
@@ -57,8 +59,12 @@ def torch_alone(events: int, folder: Path) -> float:
 
 
 def ours(events: int, folder: Path, worker: CaptureMixin, number: int) -> tuple[float, float, int]:
-    """Return seconds of ``stop_capture``, seconds until the artifact is finished, and its events."""
-    worker.start_capture(CaptureRequest(capture_id=str(number), run_id="bench", step=1, folder=str(folder)))
+    """Return seconds of ``stop_capture``, seconds until the artifact is finished,
+    and its events.
+    """
+    worker.start_capture(
+        CaptureRequest(capture_id=str(number), run_id="bench", step=1, folder=str(folder))
+    )
     make_events(events)
     begin = time.process_time()
     worker.stop_capture()
@@ -106,9 +112,13 @@ def main(events: int) -> None:
                 of=stopped,
             ),
         ],
-        method=f"{ROUNDS} rounds of both in turn, {len(starts)} new processes, CPU time of all threads.",
+        method=(
+            f"{ROUNDS} rounds of both in turn, {len(starts)} new processes, CPU time of "
+            "all threads."
+        ),
         peers={
-            theirs: "torch.profiler.profile, activities CPU, no options, stop() and export_chrome_trace()"
+            theirs: "torch.profiler.profile, activities CPU, no options, stop() and "
+            "export_chrome_trace()"
         },
     )
 

@@ -1,8 +1,10 @@
-"""What recording trajectories costs: a span, a rollout of 10,000 trajectories, an idle loop, a whole run.
+"""What recording trajectories costs: a span, a rollout of 10,000 trajectories, an idle loop, a
+whole run.
 
-Run: ``python benchmarks/bench_trajectories.py [spans] [scale] [lag] [run]`` (all of them by default).
-The peers of a span are OpenTelemetry's tracer and verl's ``rollout_trace_op`` (``requirements/bench.txt``).
-Times of spans are CPU times of the thread that calls; what a peer does on threads of its own is not counted.
+Run: ``python benchmarks/bench_trajectories.py [spans] [scale] [lag] [run]`` (all of them by
+default). The peers of a span are OpenTelemetry's tracer and verl's ``rollout_trace_op``
+(``requirements/bench.txt``). Times of spans are CPU times of the thread that calls; what a peer
+does on threads of its own is not counted.
 """
 
 from __future__ import annotations
@@ -36,10 +38,13 @@ SPAN_IN_IT, ASYNC_SPAN = f"{SPAN} in it", '`async with span("tool:search"):` in 
 OPENTELEMETRY = "OpenTelemetry `start_as_current_span`"
 TRACE_OP = "verl `rollout_trace_op` on it"
 PEERS = {
-    OPENTELEMETRY: "without attributes; idle: no SDK is set up, so that its tracer does nothing; recording: "
-    "the SDK's `BatchSpanProcessor`, which exports on a thread of its own, to an exporter that keeps nothing",
+    OPENTELEMETRY: "without attributes; idle: no SDK is set up, so that its tracer does "
+    "nothing; recording: "
+    "the SDK's `BatchSpanProcessor`, which exports on a thread of its own, to an exporter "
+    "that keeps nothing",
     TRACE_OP: "on a coroutine method with one short argument; idle: no backend; recording: the "
-    "backend mlflow as verl sets it up (SQLite, logged asynchronously), inside `rollout_trace_attr`",
+    "backend mlflow as verl sets it up (SQLite, logged asynchronously), inside "
+    "`rollout_trace_attr`",
 }
 TRACED_CALLS = 200
 TRAJECTORIES, SPANS, AT_ONCE = 10_000, 20, 256
@@ -137,7 +142,10 @@ def record_spans(table: str, found: dict[str, list[float]], calls: str) -> None:
         row(ASYNC_SPAN, found["async"], "ns", against=PLAIN, of=found["plain"]),
         row(TRACE_OP, found["traced"], "ns", against=SPAN_IN_IT, of=found["with"]),
     ]
-    method = f"{ROUNDS} rounds, one after another in every round, {calls}, CPU time of the calling thread."
+    method = (
+        f"{ROUNDS} rounds, one after another in every round, {calls}, CPU time of the "
+        "calling thread."
+    )
     record(table, rows, method=method, peers=PEERS)
 
 
@@ -153,7 +161,11 @@ class OpenTelemetry:
     def __init__(self) -> None:
         from opentelemetry import trace
         from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+        from opentelemetry.sdk.trace.export import (
+            BatchSpanProcessor,
+            SpanExporter,
+            SpanExportResult,
+        )
 
         class Exporter(SpanExporter):
             def export(self, spans: Any) -> SpanExportResult:
@@ -204,10 +216,15 @@ class TraceOp:
 
 
 def make_rollout(folder: str) -> None:
-    """Capture 10,000 trajectories with 20 spans each, and print MB of memory and seconds of the stop."""
+    """Capture 10,000 trajectories with 20 spans each,
+    and print MB of memory and seconds of the stop.
+    """
 
     async def play(number: int, seat: asyncio.Semaphore) -> None:
-        async with seat, trajectory(group=str(number // 8), sample=number % 8, validate=False) as made:
+        async with (
+            seat,
+            trajectory(group=str(number // 8), sample=number % 8, validate=False) as made,
+        ):
             for turn in range(SPANS // 4):
                 with span("generate", request=f"{number}.{turn}"):
                     await asyncio.sleep(0.001)
@@ -270,14 +287,17 @@ def scale() -> None:
     record(
         "trajectories",
         rows,
-        method=f"{TRAJECTORIES:,} trajectories with {SPANS} spans each, {AT_ONCE} at once, in one process. "
+        method=f"{TRAJECTORIES:,} trajectories with {SPANS} spans each, {AT_ONCE} at once, "
+        "in one process. "
         "5 runs, each in fresh processes, imports included.",
         peers={},
     )
 
 
 def loop_of(trajectories: int) -> None:
-    """Print what share of a core a captured event loop's lag and all of its process took, in percent."""
+    """Print what share of a core a captured event loop's lag and all of its process took,
+    in percent.
+    """
 
     async def wait(number: int) -> None:
         with trajectory(group=str(number)):
@@ -307,7 +327,10 @@ def loop_of(trajectories: int) -> None:
 def lag() -> None:
     """Record what measuring the lag of a loop takes."""
     rows = []
-    for count, what in ((1, "one trajectory that waits"), (100, "100 trajectories, 1,000 spans a second")):
+    for count, what in (
+        (1, "one trajectory that waits"),
+        (100, "100 trajectories, 1,000 spans a second"),
+    ):
         found = []
         for _ in range(5):
             command = [sys.executable, __file__, "loop_of", str(count)]
@@ -326,14 +349,22 @@ def run() -> None:
     """Record the steps of a real run, of which every second one has its trajectories captured."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            *(sys.executable, "-m", "recipes.agent_tiny.train", f"output_dir={folder}", f"steps={STEPS + 2}"),
+            *(
+                sys.executable,
+                "-m",
+                "recipes.agent_tiny.train",
+                f"output_dir={folder}",
+                f"steps={STEPS + 2}",
+            ),
             *("profiling=e2e", "profiling.schedule.every=2", "agent.cold_start_share=0"),
             *("+profiling.roles.actor.enable=false", "+profiling.roles.rollout.enable=false"),
         ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
-        steps = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()][2:]
+        steps = [
+            json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()
+        ][2:]
         captured_steps = {int(path.name[5:]) for path in Path(folder, "profiling").glob("step_*")}
     rows = []
     for what, key in (("the rollout", "rollout_seconds"), ("the step", "seconds")):
@@ -346,7 +377,8 @@ def run() -> None:
             row(f"{what}, captured", with_it, "s", against="not captured", of=without),
         ]
     method = (
-        f"{STEPS} steps of one run of `recipes/agent_tiny`, every second one captured, by the clock; only "
+        f"{STEPS} steps of one run of `recipes/agent_tiny`, every second one captured, by "
+        "the clock; only "
         "agent loops are recorded, and environments never start cold."
     )
     record("trajectories_run", rows, method=method, peers={})

@@ -76,7 +76,9 @@ class Written:
         parts = {part for path in files for part in path.relative_to(folder).parts}
         found = (next(filter(part.startswith, ROLES), None) for part in parts)
         roles = {ROLES[prefix] for prefix in found if prefix is not None}
-        return cls(len(files) / steps, sum(path.stat().st_size for path in files) / steps, sorted(roles))
+        return cls(
+            len(files) / steps, sum(path.stat().st_size for path in files) / steps, sorted(roles)
+        )
 
 
 def run(
@@ -129,7 +131,9 @@ def run(
 def steps_of(lines: Iterable[tuple[str, str, int, int]]) -> list[Step]:
     """Return the steps with what happened in them."""
     lines = list(lines)
-    steps = sorted((Step(begin, took) for kind, _, begin, took in lines if kind == "step"), key=_begin)
+    steps = sorted(
+        (Step(begin, took) for kind, _, begin, took in lines if kind == "step"), key=_begin
+    )
     for kind, name, begin, took in lines:
         for step in steps:
             if step.begin_ns <= begin <= step.begin_ns + step.took_ns:
@@ -161,10 +165,15 @@ def hooks() -> None:
             against="the step",
             of=took,
         ),
-        row("remote calls by which a capture is driven (counted)", [sum(step.calls for step in found)], ""),
+        row(
+            "remote calls by which a capture is driven (counted)",
+            [sum(step.calls for step in found)],
+            "",
+        ),
     ]
     method = (
-        f"{len(found)} unprofiled steps of a whole run in which another step was profiled, by the clock, "
+        f"{len(found)} unprofiled steps of a whole run in which another step was profiled, "
+        "by the clock, "
         "with what measuring adds."
     )
     record("verl_hooks", rows, method=method, peers={})
@@ -176,7 +185,10 @@ def hooks() -> None:
 
 def steps(pairs: int) -> None:
     """Record the steps of alternating runs with and without the plugin: clock and CPU time."""
-    settings = {False: ["profiling.enable=false"], True: ["profiling=e2e", "profiling.schedule.steps=[2]"]}
+    settings = {
+        False: ["profiling.enable=false"],
+        True: ["profiling=e2e", "profiling.schedule.steps=[2]"],
+    }
     taken: dict[bool, list[list[Step]]] = {False: [], True: []}
     for _ in range(pairs):
         for plugin, given in settings.items():
@@ -184,7 +196,10 @@ def steps(pairs: int) -> None:
     rows = []
     for what, clock in (("took_ns", "by the clock"), ("cpu_ns", "CPU time of all processes")):
         without, with_plugin = (
-            [statistics.median(getattr(step, what) for step in found) / 1e6 for found in taken[plugin]]
+            [
+                statistics.median(getattr(step, what) for step in found) / 1e6
+                for found in taken[plugin]
+            ]
             for plugin in (False, True)
         )
         label = f"a step without the plugin, {clock}"
@@ -192,7 +207,9 @@ def steps(pairs: int) -> None:
             row(label, without, "ms"),
             row(f"a step with the plugin, {clock}", with_plugin, "ms", against=label, of=without),
         ]
-    method = f"Medians of {UNPROFILED} unprofiled steps in each of {pairs} pairs of runs, alternating."
+    method = (
+        f"Medians of {UNPROFILED} unprofiled steps in each of {pairs} pairs of runs, alternating."
+    )
     record("verl_steps", rows, method=method, peers={})
 
 
@@ -216,8 +233,8 @@ class Measured:
 def profilers(runs: int) -> None:
     """Record profiled steps with this package and with verl's own torch profiler, same contents.
 
-    Both take turns in one run, with a step between that nobody records. The table is written after each
-    run of both modes.
+    Both take turns in one run, with a step between that nobody records. The table is written after
+    each run of both modes.
     """
     found = {mode: {whose: Measured() for whose in ("verl", "ours", "nobody")} for mode in MODES}
     for number in range(runs):
@@ -227,7 +244,9 @@ def profilers(runs: int) -> None:
 
 
 def take_turns(mode: str, sides: dict[str, Measured]) -> None:
-    """Run verl once; add the steps that verl's profiler recorded, those that this package did, and others."""
+    """Run verl once; add the steps that verl's profiler recorded, those that this package did,
+    and others.
+    """
     theirs = range(WARM_UP + 1, WARM_UP + 3 * PROFILED + 1, 3)
     torch = "actor_rollout_ref.actor.profiler.tool_config.torch"
     settings = [
@@ -269,16 +288,24 @@ def record_profilers(found: dict[str, dict[str, Measured]], runs: int) -> None:
             ]
         rows += [
             row(f"{theirs}: added to a step that nobody records", added["verl"], "s"),
-            row(f"{ours}: added to it", added["ours"], "s", against="verl's profiler", of=added["verl"]),
+            row(
+                f"{ours}: added to it",
+                added["ours"],
+                "s",
+                against="verl's profiler",
+                of=added["verl"],
+            ),
         ]
     setup = (
-        "`global_profiler.tool=torch`, the same contents: operators of the CPU; in e2e mode (`discrete` off) "
+        "`global_profiler.tool=torch`, the same contents: operators of the CPU; in e2e mode "
+        "(`discrete` off) "
         "verl does not record the rollout, this package does"
     )
     record(
         "verl_profiled",
         rows,
-        method=f"{PROFILED} profiled steps of each, in turn, in each of {runs} runs for each mode, by the "
+        method=f"{PROFILED} profiled steps of each, in turn, in each of {runs} runs for each "
+        "mode, by the "
         "clock; other work ran on the two cores.",
         peers={"verl's torch profiler": setup},
     )

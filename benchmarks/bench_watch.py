@@ -1,7 +1,8 @@
-"""What the watch costs: the hooks with it on and off, a stage that it keeps, and a read of 1,024 workers.
+"""What the watch costs: the hooks with it on and off, a stage that it keeps, and a read of 1,024
+workers.
 
-Run: ``python benchmarks/bench_watch.py``. The first two are instructions under callgrind, which no other work
-on the machine changes; the read is CPU time, without what a transport takes.
+Run: ``python benchmarks/bench_watch.py``. The first two are instructions under callgrind, which no
+other work on the machine changes; the read is CPU time, without what a transport takes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ WORKERS, STEPS, ROUNDS = 1_024, 20, 5
 STAGES = ("old_log_prob", "ref_log_prob", "values", "update_critic", "update_actor")
 COUNTED = {
     "the four hooks of a step that is not captured, watch off": "",
-    "the same with its summary, watch on": "the four hooks of a step that is not captured, watch off",
+    "the same with its summary, watch on": "the four hooks of a step that is not captured, "
+    "watch off",
     "a stage, watch off": "",
     "a stage that is kept": "a stage, watch off",
     "a stage inside of it": "a stage, watch off",
@@ -65,7 +67,12 @@ def count_all() -> None:
     for watch in (False, True):
         with tempfile.TemporaryDirectory() as folder:
             schedule = {"steps": [10**9]}
-            config = {"enable": True, "save_path": folder, "schedule": schedule, "watch": {"enable": watch}}
+            config = {
+                "enable": True,
+                "save_path": folder,
+                "schedule": schedule,
+                "watch": {"enable": watch},
+            }
             callback = ProfilingCallback(config)
             count(lambda callback=callback: bench_hooks.hooks_of_a_step(callback))  # type: ignore[misc]
             callback.on_train_end()
@@ -107,7 +114,9 @@ class Fake:
 
     def __init__(self, rank: int) -> None:
         self._identity = WorkerIdentity(role="actor", rank=rank)
-        self._process = ProcessId(host="fake", clock_domain=self._identity.clock_domain, pid=10**6 + rank)
+        self._process = ProcessId(
+            host="fake", clock_domain=self._identity.clock_domain, pid=10**6 + rank
+        )
         self._sums = StageSums(STEPS * len(STAGES))
         self.bytes = self.making_ns = self.unpacking_ns = 0
 
@@ -138,8 +147,8 @@ class Read(NamedTuple):
     Attributes:
         making: The answers, in the workers.
         unpacking: The answers, in the loop's process.
-        thread: On the watch's thread: asking, taking the answers, and the summaries of the steps, without the
-            two before.
+        thread: On the watch's thread: asking, taking the answers, and the summaries of the steps,
+            without the two before.
         longest: The longest hook, on the loop's thread.
         bytes: Length of an answer.
     """
@@ -212,10 +221,16 @@ def main() -> None:
         row(f"an answer: {STEPS * len(STAGES)} stages of {STEPS} steps", [reads[0].bytes], "bytes"),
         row("making it, in a worker", [1e3 * read.making / WORKERS for read in reads], "us"),
         row(f"unpacking those of {WORKERS:,} workers", [read.unpacking for read in reads], "ms"),
-        row(f"{STEPS} summaries from them, on the watch's thread", [read.thread for read in reads], "ms"),
+        row(
+            f"{STEPS} summaries from them, on the watch's thread",
+            [read.thread for read in reads],
+            "ms",
+        ),
         row("the longest hook meanwhile", [read.longest for read in reads], "ms"),
     ]
-    method = f"Instructions of one call, of {MANY - FEW:,} under callgrind; CPU time of {ROUNDS} rounds."
+    method = (
+        f"Instructions of one call, of {MANY - FEW:,} under callgrind; CPU time of {ROUNDS} rounds."
+    )
     record("watch", rows, method=method, peers={})
 
 

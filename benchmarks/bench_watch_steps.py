@@ -1,9 +1,10 @@
-"""What a step costs with the watch on against off: a loop of Ray actors, in alternating blocks of one run.
+"""What a step costs with the watch on against off: a loop of Ray actors, in alternating blocks of
+one run.
 
-Run: ``python benchmarks/bench_watch_steps.py [--pairs 40]`` on a machine that does nothing else; six minutes.
-The workers multiply matrices, always the same number, so that a step takes about 70 ms. A block is a loop
-with a callback of its own, and the same processes. Counted are the CPU time of every process, as the kernel
-has it, and their instructions where it counts them.
+Run: ``python benchmarks/bench_watch_steps.py [--pairs 40]`` on a machine that does nothing else;
+six minutes. The workers multiply matrices, always the same number, so that a step takes about 70
+ms. A block is a loop with a callback of its own, and the same processes. Counted are the CPU time
+of every process, as the kernel has it, and their instructions where it counts them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from verl_profiling.workers import CaptureMixin, RequestLog, RolloutCaptureMixin
 RANKS, REPLICAS = 2, 2
 MS = {"rollout": 25, "reward": 5, "old_log_prob": 10, "update_actor": 25, "update_weights": 2}
 WARM_UP, STEPS = 20, 40
-"""Steps of a block before the count begins, and those that are counted: two times ``watch.every``."""
+"""Steps of a block before the count begins, and those that are counted:
+two times ``watch.every``.
+"""
 
 SIZE = 192
 
@@ -71,7 +74,9 @@ class Trainer(Works, CaptureMixin):
         """See :class:`Works`; the rater comes after the ranks."""
         self._capture_roles: dict[str, Any] = {}
         role = "actor" if number < RANKS else "reward"
-        self.init_capture(config, role=role, rank=number % RANKS, world_size=RANKS if role == "actor" else 1)
+        self.init_capture(
+            config, role=role, rank=number % RANKS, world_size=RANKS if role == "actor" else 1
+        )
 
     def work(self, name: str, times: int) -> None:
         """Run a stage."""
@@ -155,7 +160,9 @@ def cpu_ns(process: int) -> int:
 
 @contextlib.contextmanager
 def instructions(processes: Sequence[int]) -> Iterator[Callable[[], float]]:
-    """Count the instructions of processes; what is yielded returns them once the block has ended."""
+    """Count the instructions of processes; what is yielded returns
+    them once the block has ended.
+    """
     command = ["perf", "stat", "-x,", "-e", "instructions", "-p", ",".join(map(str, processes))]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as perf:
         time.sleep(0.1)
@@ -171,7 +178,10 @@ def why_not_counted() -> str:
     if shutil.which("perf") is None:
         return "perf is not installed"
     done = subprocess.run(
-        ["perf", "stat", "-x,", "-e", "instructions", "true"], capture_output=True, text=True, check=False
+        ["perf", "stat", "-x,", "-e", "instructions", "true"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return "" if re.match(r"\d+,", done.stderr) else "this machine has no counter of instructions"
 
@@ -200,7 +210,9 @@ def block(fleet: Fleet, watch: bool, counts: bool) -> Cost:
         for number in range(WARM_UP, WARM_UP + STEPS):
             step(fleet, profiling, number)
         took_s = time.perf_counter() - begin
-        spent = {process: (cpu_ns(process) - before[process]) / 1e3 / STEPS for process in processes}
+        spent = {
+            process: (cpu_ns(process) - before[process]) / 1e3 / STEPS for process in processes
+        }
         after.close()
         profiling.on_train_end()
     return Cost(
@@ -268,7 +280,8 @@ def main() -> None:
         rows.append(row("with it on, more by", of_the_median(more), unit))
         rows.append(row("with it on, more by", of_the_median(share), "%"))
     method = (
-        f"{pairs} pairs of blocks of {STEPS} steps, on and off in turn, the same processes; of their "
+        f"{pairs} pairs of blocks of {STEPS} steps, on and off in turn, the same processes; "
+        "of their "
         "differences the median and its 95% interval. "
         + (f"Instructions are not counted: {why}." if why else "Instructions by `perf stat`.")
     )

@@ -1,8 +1,9 @@
 """What the watch says of hangs that are put into real loops: when, and whom it names.
 
-Run: ``make hang-judge``. A loop of Ray actors (two training ranks, two engines, an agent loop, a reward
-worker) and one that runs on every rank go on while pieces of them hang, one after another. Of the package,
-only ``watch.jsonl`` is read. ``--rounds`` says how often, and ``--kind`` chooses hangs.
+Run: ``make hang-judge``. A loop of Ray actors (two training ranks, two engines, an agent loop, a
+reward worker) and one that runs on every rank go on while pieces of them hang, one after another.
+Of the package, only ``watch.jsonl`` is read. ``--rounds`` says how often, and ``--kind`` chooses
+hangs.
 """
 
 from __future__ import annotations
@@ -26,13 +27,23 @@ import results
 from ranks import environments
 
 from verl_profiling import ProfilingCallback, span, stage, trajectory
-from verl_profiling.workers import AgentLoopCaptureMixin, CaptureMixin, RequestLog, RolloutCaptureMixin
+from verl_profiling.workers import (
+    AgentLoopCaptureMixin,
+    CaptureMixin,
+    RequestLog,
+    RolloutCaptureMixin,
+)
 
 HANG_S, FIRST_S, MORE_S, QUIET = 2.0, 4.0, 5.0, 12
-# By what the judge tells a loop: name of the hang, the right process, and a pattern of the right reason.
+# By what the judge tells a loop: name of the hang, the right process, and a pattern of the right
+# reason.
 KINDS = {
     "ray tool": ("a tool that never returns", "agent_loop_rank0", "tool:search of trajectory"),
-    "ray slots": ("a tool, while others wait for its slot", "agent_loop_rank0", "tool:search .*sample [23]"),
+    "ray slots": (
+        "a tool, while others wait for its slot",
+        "agent_loop_rank0",
+        "tool:search .*sample [23]",
+    ),
     "ray service": (
         "a call of a service that serves one at a time",
         "agent_loop_rank0",
@@ -46,7 +57,11 @@ KINDS = {
     "ray engine1": ("an engine whose requests do not end", "rollout1_rank0", "requests"),
     "ray stop rollout1": ("an engine that is stopped", "rollout1_rank0", "stopped"),
     "ray reward": ("a reward worker that sleeps", "reward_rank0", "is in reward"),
-    "ray compute1": ("a rank that has not entered the collective", "actor_rank1", "has not entered"),
+    "ray compute1": (
+        "a rank that has not entered the collective",
+        "actor_rank1",
+        "has not entered",
+    ),
     "ray unmarked1": ("a rank in code that it does not mark", "actor_rank1", "answers no call"),
     "ray stop actor1": ("a rank that is stopped", "actor_rank1", "stopped"),
     "ray weights0": ("an engine in a weight update", "rollout0_rank0", "update_weights"),
@@ -55,9 +70,17 @@ KINDS = {
     "ray unscheduled": ("a task that Ray cannot schedule", "controller", "scheduled"),
     "ray kill agent_loop0": ("a worker that is dead", "agent_loop_rank0", "dead"),
     "off tool": ("a tool, in the next rollout", "agent_loop_rank0", "tool:search of trajectory"),
-    "off slots": ("a tool with a slot, in the next rollout", "agent_loop_rank0", "tool:search .*sample [23]"),
+    "off slots": (
+        "a tool with a slot, in the next rollout",
+        "agent_loop_rank0",
+        "tool:search .*sample [23]",
+    ),
     "off engine1": ("an engine, in the next rollout", "rollout1_rank0", "requests"),
-    "ranks compute1": ("a rank that has not entered the collective", "actor_rank1", "has not entered"),
+    "ranks compute1": (
+        "a rank that has not entered the collective",
+        "actor_rank1",
+        "has not entered",
+    ),
     "ranks compute0": ("rank 0 itself", "actor_rank0", "has not entered"),
     "ranks loader1": ("a rank in its own code", "actor_rank1", "own code"),
     "ranks tool1": ("a tool of one rank", "actor_rank1", "tool:search"),
@@ -66,7 +89,9 @@ KINDS = {
 
 
 class Piece:
-    """A piece of a process that hangs while the judge says so; ``long``: it takes long, and progresses."""
+    """A piece of a process that hangs while the judge says so; ``long``: it takes long,
+    and progresses.
+    """
 
     def __init__(self, folder: str, who: str = "") -> None:
         self.folder = Path(folder)
@@ -106,7 +131,9 @@ class Engine(RolloutCaptureMixin, Piece):
 
 
 class Agents(AgentLoopCaptureMixin, Piece):
-    def __init__(self, folder: str, engines: list[Any], number: int = 0, tool: str = "tool") -> None:
+    def __init__(
+        self, folder: str, engines: list[Any], number: int = 0, tool: str = "tool"
+    ) -> None:
         super().__init__(folder, f"agent_loop{number}")
         self.engines, self.tool = engines, tool
 
@@ -126,14 +153,18 @@ class Agents(AgentLoopCaptureMixin, Piece):
             finally:
                 slots.release()
 
-    async def take_turn(self, step: int, sample: int, turn: int, service: asyncio.Semaphore) -> None:
+    async def take_turn(
+        self, step: int, sample: int, turn: int, service: asyncio.Semaphore
+    ) -> None:
         async with span("generate", turn=turn):
             for engine in self.engines[sample % 2 : sample % 2 + 1]:
                 await engine.generate.remote(f"{step}.{sample}.{turn}")
         async with span("tool:search", turn=turn):
             if sample == 3:
                 self.work("block", 0.0)
-            while (sample == 3 and self.hangs(self.tool)) or (sample in (2, 3) and self.hangs("slots")):
+            while (sample == 3 and self.hangs(self.tool)) or (
+                sample in (2, 3) and self.hangs("slots")
+            ):
                 await asyncio.sleep(0.05)
             await asyncio.sleep(0.3 if self.hangs("long") else 0.005)
         async with span("wait:service"):
@@ -178,11 +209,15 @@ def ray_loop(folder: str, is_one_step_off: bool = False) -> None:
 
     ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     made, piece = ray.remote(num_cpus=0), Piece(folder)
-    actors = [made(Trainer).remote(folder, rank, f"file://{folder}/rendezvous") for rank in range(2)]
+    actors = [
+        made(Trainer).remote(folder, rank, f"file://{folder}/rendezvous") for rank in range(2)
+    ]
     engines = [made(Engine).remote(folder, replica) for replica in range(2)]
     agents, reward = made(Agents).remote(folder, engines), made(Reward).remote(folder)
     ray.get([agents.init_capture.remote(piece.config), reward.init_capture.remote(piece.config)])
-    ray.get([*(one.update.remote() for one in actors), agents.roll_out.remote(0), reward.score.remote()])
+    ray.get(
+        [*(one.update.remote() for one in actors), agents.roll_out.remote(0), reward.score.remote()]
+    )
 
     coming = [agents.roll_out.remote(1)] if is_one_step_off else []
 
@@ -194,9 +229,9 @@ def ray_loop(folder: str, is_one_step_off: bool = False) -> None:
             coming.append(agents.roll_out.remote(step + 1))
         else:
             with cb.stage("rollout"):
-                ray.get(agents.roll_out.remote(step)) if not piece.hangs("kill agent_loop0") else time.sleep(
-                    60
-                )
+                ray.get(agents.roll_out.remote(step)) if not piece.hangs(
+                    "kill agent_loop0"
+                ) else time.sleep(60)
         with cb.stage("reward"):
             ray.get(reward.score.remote())
         with cb.stage("update_actor"):
@@ -206,11 +241,19 @@ def ray_loop(folder: str, is_one_step_off: bool = False) -> None:
         with cb.stage("save_checkpoint"):
             piece.work("checkpoint")
         with cb.stage("validate"):
-            waits = ray.remote(lambda: 0).options(num_gpus=9).remote() if piece.hangs("unscheduled") else None
+            waits = (
+                ray.remote(lambda: 0).options(num_gpus=9).remote()
+                if piece.hangs("unscheduled")
+                else None
+            )
             while piece.hangs("unscheduled"):
                 ray.wait([waits], timeout=0.5)
 
-    loop(folder, run_step, {"actor": actors, "rollout": engines, "agent_loop": [agents], "reward": [reward]})
+    loop(
+        folder,
+        run_step,
+        {"actor": actors, "rollout": engines, "agent_loop": [agents], "reward": [reward]},
+    )
 
 
 def rank_loop(folder: str) -> None:
@@ -226,7 +269,9 @@ def rank_loop(folder: str) -> None:
     loop(folder, run_step, {"actor": [actor]})
 
 
-def loop(folder: str, run_step: Callable[[ProfilingCallback, int], None], workers: dict[str, Any]) -> None:
+def loop(
+    folder: str, run_step: Callable[[ProfilingCallback, int], None], workers: dict[str, Any]
+) -> None:
     with ProfilingCallback(Piece(folder).config) as cb:
         for role, of_role in workers.items():
             cb.add_workers(role, of_role)
@@ -238,7 +283,9 @@ def loop(folder: str, run_step: Callable[[ProfilingCallback, int], None], worker
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     log = folder / "run" / "watch.jsonl"
-    whole = log.read_text().rpartition("\n")[0] if log.exists() else ""  # the last line may be in writing
+    whole = (
+        log.read_text().rpartition("\n")[0] if log.exists() else ""
+    )  # the last line may be in writing
     return [json.loads(line) for line in whole.splitlines()]
 
 
@@ -291,7 +338,9 @@ def judge(loop_name: str, kinds: list[str], folder: Path, found: dict[str, Any])
         before = len(lines(folder))
         enough = until(240, lambda: len(lines(folder)) >= before + steps or processes[0].poll())
         if not enough or processes[0].poll():
-            raise RuntimeError(f"the loop does not go on: {(folder / 'log0.txt').read_text()[-3000:]}")
+            raise RuntimeError(
+                f"the loop does not go on: {(folder / 'log0.txt').read_text()[-3000:]}"
+            )
         new = lines(folder)[before:]
         found["steps"] += (ran := sum("end_ns" in one for one in new))
         found["alarms"] += len(hangs_in(new))
@@ -305,7 +354,9 @@ def judge(loop_name: str, kinds: list[str], folder: Path, found: dict[str, Any])
         for kind in kinds:
             quiet(QUIET)
             name, who, how = KINDS[f"{loop_name} {kind}"]
-            found["rows"].append({"loop": loop_name, "kind": name, **inject(folder, kind, who, how)})
+            found["rows"].append(
+                {"loop": loop_name, "kind": name, **inject(folder, kind, who, how)}
+            )
             print(found["rows"][-1], file=sys.stderr, flush=True)
     finally:
         for process in processes:
@@ -314,19 +365,26 @@ def judge(loop_name: str, kinds: list[str], folder: Path, found: dict[str, Any])
 
 def markdown(found: dict[str, Any]) -> str:
     """Return the table, what it comes to, and where it was measured."""
-    head, rows = "| hang | loop | runs | noticed | within | right process | right reason |", found["rows"]
+    head, rows = (
+        "| hang | loop | runs | noticed | within | right process | right reason |",
+        found["rows"],
+    )
     table = [head, "|---|---|---|---|---|---|---|"]
     for loop_name, kind in dict.fromkeys((row["loop"], row["kind"]) for row in rows):
         of = [row for row in rows if (row["loop"], row["kind"]) == (loop_name, kind)]
         within = max([row["took_s"] for row in of if row["noticed"]], default=0.0)
-        cells = [f"{sum(row[name] for row in of)} of {len(of)}" for name in ("noticed", "right", "told")]
+        cells = [
+            f"{sum(row[name] for row in of)} of {len(of)}" for name in ("noticed", "right", "told")
+        ]
         cells = [kind, loop_name, str(len(of)), cells[0], f"{within:.1f} s", *cells[1:]]
         table.append(f"| {' | '.join(cells)} |")
     noticed, right, told = (sum(row[name] for row in rows) for name in ("noticed", "right", "told"))
     table += [
         "",
-        f"{len(rows)} hangs with `hang_s` {HANG_S:g}: {noticed} noticed, the right process named in {right}, "
-        f"for the right reason in {told}. {found['steps']:,} quiet steps, {found['long']} of them longer "
+        f"{len(rows)} hangs with `hang_s` {HANG_S:g}: {noticed} noticed, the right process "
+        f"named in {right}, "
+        f"for the right reason in {told}. {found['steps']:,} quiet steps, {found['long']} of "
+        "them longer "
         f"than `hang_s`, with {found['alarms']} alarms.",
         *(["", f"{results.where(found['measured'])}."] if "measured" in found else []),
     ]
@@ -335,8 +393,12 @@ def markdown(found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(".")[0])
-    parser.add_argument("--rounds", type=int, default=6, help="runs of each loop (default: %(default)d)")
-    parser.add_argument("--kind", default="", help="only hangs that this pattern matches; keeps no results")
+    parser.add_argument(
+        "--rounds", type=int, default=6, help="runs of each loop (default: %(default)d)"
+    )
+    parser.add_argument(
+        "--kind", default="", help="only hangs that this pattern matches; keeps no results"
+    )
     given = parser.parse_args()
     found: dict[str, Any] = {"rows": [], "steps": 0, "long": 0, "alarms": 0}
     with tempfile.TemporaryDirectory(prefix="hang-judge-", ignore_cleanup_errors=True) as temporary:

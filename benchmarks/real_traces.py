@@ -1,8 +1,9 @@
-"""Makes traces as large as those of users from real ones: Python stacks, arrows, metadata before each event.
+"""Makes traces as large as those of users from real ones: Python stacks, arrows, metadata before
+each event.
 
-The events of the public GPU trace in ``tests/data`` are repeated end to end as text, so that names, nesting,
-arguments and layout stay as they were written; only times and the ids of arrows move. All traces begin in the
-same second, as those of one step do.
+The events of the public GPU trace in ``tests/data`` are repeated end to end as text, so that names,
+nesting, arguments and layout stay as they were written; only times and the ids of arrows move. All
+traces begin in the same second, as those of one step do.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def repeat_gpu_trace(path: str, rank: int, copies: int, *, named: bool = False) 
         named: Whether each kernel comes after five events of metadata that name its process and its
             stream, as the profilers of some accelerators write them.
     """
-    content = _begun(gzip.decompress(SOURCE.read_bytes())).replace(b'"rank": 0,', b'"rank": %d,' % rank, 1)
+    content = _begun(gzip.decompress(SOURCE.read_bytes())).replace(
+        b'"rank": 0,', b'"rank": %d,' % rank, 1
+    )
     begin = content.index(b"[", content.index(b'"traceEvents"')) + 1
     end = content.rindex(b"\n  ]", 0, content.index(b'"traceName"'))
     events = content[begin:end]
@@ -76,7 +79,9 @@ def _with_names(event: re.Match[bytes]) -> bytes:
 
 
 def record_with_stacks(path: str, steps: int) -> None:
-    """Record training steps of a small model with Python stacks and shapes (about 18,000 events each)."""
+    """Record training steps of a small model with Python stacks
+    and shapes (about 18,000 events each).
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -84,7 +89,9 @@ def record_with_stacks(path: str, steps: int) -> None:
     block = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
     model = torch.nn.TransformerEncoder(block, 8, enable_nested_tensor=False)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_stack=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], record_shapes=True, with_stack=True
+    ) as profiler:
         for _ in range(steps):
             model(torch.randn(2, 16, 32)).square().mean().backward()
             optimizer.step()

@@ -1,7 +1,8 @@
-"""The one file that the benchmarks write, ``results.json``, and the tables of the pages that come from it.
+"""The one file that the benchmarks write, ``results.json``, and the tables of the pages that come
+from it.
 
-A table holds its rows, and says of itself where it was measured: commit, date, version, machine, Python,
-packages, and how the peers were set up.
+A table holds its rows, and says of itself where it was measured: commit, date, version, machine,
+Python, packages, and how the peers were set up.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {name: float(f"{value:.4g}") for name, value in ends.items()}
 
 
-def record(table: str, rows: Iterable[dict[str, Any]], *, method: str, peers: dict[str, str]) -> None:
+def record(
+    table: str, rows: Iterable[dict[str, Any]], *, method: str, peers: dict[str, str]
+) -> None:
     """Write a table into the results, and print it.
 
     Args:
@@ -129,7 +132,9 @@ def here() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Return the commit of the code that is measured; what else a commit changes does not matter."""
+    """Return the commit of the code that is measured;
+    what else a commit changes does not matter.
+    """
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(ROOT), *words, "--", "verl_profiling"]
@@ -185,11 +190,18 @@ def where(measured: dict[str, Any]) -> str:
 
 
 def ratios(tables: dict[str, Any]) -> str:
-    """Return the one table of ratios: each published row against its peer, with the name of its table."""
-    lines = ["| what | against | takes so many times as much (range) | table |", "|---|---|---|---|"]
+    """Return the one table of ratios: each published row against its peer,
+    with the name of its table.
+    """
+    lines = [
+        "| what | against | takes so many times as much (range) | table |",
+        "|---|---|---|---|",
+    ]
     for name, begin in PUBLISHED:
         each = next(each for each in tables[name]["rows"] if each["what"].startswith(begin))
-        lines.append(f"| {each['what']} | {each['against']} | {_range(each['ratio'], '')} | `{name}` |")
+        lines.append(
+            f"| {each['what']} | {each['against']} | {_range(each['ratio'], '')} | `{name}` |"
+        )
     return "\n".join(lines)
 
 

@@ -1,8 +1,8 @@
 """A plugin for verl: measures steps, pauses and the own time of this package's hooks in a real run.
 
-``bench_verl.py`` puts it behind the other plugins. Around each hook it takes the time twice, outside
-of the hook and inside of it around what verl does; the difference is the hook's own, with what
-measuring adds. Every process writes a file of lines to ``VERL_PROBE``.
+``bench_verl.py`` puts it behind the other plugins. Around each hook it takes the time twice,
+outside of the hook and inside of it around what verl does; the difference is the hook's own, with
+what measuring adds. Every process writes a file of lines to ``VERL_PROBE``.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def note(kind: str, name: str, begin_ns: int, took_ns: int) -> None:
 def cpu_ns() -> int:
     """Return the CPU time so far of trainer, workers, server and engine, user and system.
 
-    They are the processes that have loaded this probe, and what Ray's workers among them started; Ray's
-    own daemons, which poll by the clock, are not.
+    They are the processes that have loaded this probe, and what Ray's workers among them started;
+    Ray's own daemons, which poll by the clock, are not.
     """
     parents, used_ticks = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -70,7 +70,9 @@ def cpu_ns() -> int:
 
 
 class Span:
-    """Takes the time of a ``with`` block: ``outer`` around a hook, ``inner`` around what it wraps."""
+    """Takes the time of a ``with`` block: ``outer`` around a hook,
+    ``inner`` around what it wraps.
+    """
 
     def __init__(self, name: str, inner: bool) -> None:
         self._name = name
@@ -128,7 +130,10 @@ class TimedTimer:
             self._timer.__enter__()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> bool | None:
         with Span(self._name, self._inner):
             handled = self._timer.__exit__(kind, error, trace)
@@ -228,7 +233,9 @@ def take_turns(steps: list[int]) -> None:
         @functools.wraps(build)
         def kept(*args: Any, **kwargs: Any) -> Any:
             made = build(*args, **kwargs)
-            os.environ["VERL_PROBE_ENGINE"] = made.get("profiler_config", "")  # engine processes inherit it
+            os.environ["VERL_PROBE_ENGINE"] = made.get(
+                "profiler_config", ""
+            )  # engine processes inherit it
             return made
 
         module.build_vllm_profiler_args = kept
@@ -249,13 +256,17 @@ def take_turns(steps: list[int]) -> None:
         module.CPUWorker.profile = chosen
 
     def verls(module: Any, worker: Any) -> Any:
-        config = import_module("vllm.config").ProfilerConfig(**json.loads(os.environ["VERL_PROBE_ENGINE"]))
+        config = import_module("vllm.config").ProfilerConfig(
+            **json.loads(os.environ["VERL_PROBE_ENGINE"])
+        )
         return module.TorchProfilerWrapper(
             config, worker_name="verl", local_rank=worker.local_rank, activities=["CPU"]
         )
 
     register_post_import_hook(switch_on, "verl.trainer.ppo.v1.trainer_base")
-    register_post_import_hook(keep_configuration, "verl.workers.rollout.vllm_rollout.vllm_async_server")
+    register_post_import_hook(
+        keep_configuration, "verl.workers.rollout.vllm_rollout.vllm_async_server"
+    )
     register_post_import_hook(choose_profiler, "vllm.v1.worker.cpu_worker")
 
 

@@ -1,7 +1,7 @@
 """The processes of the loops in ``watch_faults.py``: real mixins, and work that can be made slower.
 
-``python watch_fault_workers.py FOLDER`` is one rank of the loop that runs on every rank. It has a callback
-and a worker of its own, and meets the others in a collective in each step.
+``python watch_fault_workers.py FOLDER`` is one rank of the loop that runs on every rank. It has a
+callback and a worker of its own, and meets the others in a collective in each step.
 """
 
 from __future__ import annotations
@@ -20,11 +20,22 @@ from ranks import environments
 
 from verl_profiling import ProfilingCallback, span, stage, trajectory
 from verl_profiling.capture.session import process_session
-from verl_profiling.workers import AgentLoopCaptureMixin, CaptureMixin, RequestLog, RolloutCaptureMixin
+from verl_profiling.workers import (
+    AgentLoopCaptureMixin,
+    CaptureMixin,
+    RequestLog,
+    RolloutCaptureMixin,
+)
 
 __all__ = ["USUAL_MS", "AgentLoop", "Alarms", "Rater", "Server", "Trainer", "run_on_ranks"]
 
-USUAL_MS = {"rollout": 50, "reward": 10, "old_log_prob": 20, "update_actor": 50, "update_weights": 10}
+USUAL_MS = {
+    "rollout": 50,
+    "reward": 10,
+    "old_log_prob": 20,
+    "update_actor": 50,
+    "update_weights": 10,
+}
 SPREAD = 0.05
 """Standard deviation of the logarithm of every time."""
 
@@ -46,7 +57,9 @@ class Works:
         """Set the capture up."""
 
     def become(self, what: str, by: float) -> None:
-        """Be slower from now on by a factor, in a stage or a tool, or hold so much more memory every step."""
+        """Be slower from now on by a factor, in a stage or a tool,
+        or hold so much more memory every step.
+        """
         if what == "memory":
             self.more_mb = by
         else:
@@ -120,7 +133,9 @@ class AgentLoop(Works, AgentLoopCaptureMixin):
             await server.generate.remote(20)
             async with span("tool:search"):
                 if "tool" in self.factors:
-                    time.sleep(self.seconds("tool", 5))  # blocks the loop, and every trajectory of it
+                    time.sleep(
+                        self.seconds("tool", 5)
+                    )  # blocks the loop, and every trajectory of it
                 else:
                     await asyncio.sleep(self.seconds("tool", 5))
             await server.generate.remote(20)
@@ -151,8 +166,8 @@ def run_on_ranks(plan: dict[str, Any], ranks: int, folder: Path) -> list[str]:
     """Run the loop on all ranks; return what the watch said on rank 0.
 
     Args:
-        plan: ``config``: the settings; ``who``, ``what`` and ``by``: the fault; ``begin``: its first step;
-            ``steps``: number of steps.
+        plan: ``config``: the settings; ``who``, ``what`` and ``by``: the fault; ``begin``: its
+            first step; ``steps``: number of steps.
         ranks: Their number.
         folder: Where the ranks find the plan.
 

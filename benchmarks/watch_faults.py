@@ -1,8 +1,9 @@
 """What the watch notices of faults in running loops, and what it notices where there is none.
 
-Run: ``make watch-faults``. Loops of Ray actors with short stages: real callback, mixins, readings and
-captures; the work is waiting, for times that vary. In most runs something becomes slow, or grows, at a step.
-A capture has to follow, and its manifest says what was noticed and who was suspected.
+Run: ``make watch-faults``. Loops of Ray actors with short stages: real callback, mixins, readings
+and captures; the work is waiting, for times that vary. In most runs something becomes slow, or
+grows, at a step. A capture has to follow, and its manifest says what was noticed and who was
+suspected.
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ def faults(quiet_steps: int) -> Iterator[Fault]:
     for by in (3.0, 5.0, 8.0, 12.0):
         yield Fault("reward slow", "controller", "rater0", "reward", by)
     for rank, by in enumerate((4.0, 6.0, 9.0)):
-        yield Fault("weight sync of one rank slow", "controller", f"actor{rank}", "update_weights", by)
+        yield Fault(
+            "weight sync of one rank slow", "controller", f"actor{rank}", "update_weights", by
+        )
     for by in (4.0, 6.0, 9.0):
         yield Fault("weight sync slow on all ranks", "controller", "actors", "update_weights", by)
     behind, grows = "one rank behind, no step slow", "memory of one rank grows"
@@ -155,7 +158,9 @@ class Fleet:
                 if fault.who in (f"{kind}{number}", f"{kind}s"):
                     self._get(worker.become.remote(fault.what, fault.by))
 
-    def step(self, fault: Fault, profiling: ProfilingCallback, step: int, batch: list[Any]) -> list[Any]:
+    def step(
+        self, fault: Fault, profiling: ProfilingCallback, step: int, batch: list[Any]
+    ) -> list[Any]:
         """Run the stages of one step, of about 150 ms; return what generates the next batch."""
         if fault.loop == "one step off":
             with profiling.stage("wait_rollout"):
@@ -191,7 +196,11 @@ def run(fleet: Fleet, fault: Fault, folder: Path) -> dict[str, Any]:
         "tool": "spans",
         "save_path": str(folder),
         "schedule": {"steps": []},
-        "watch": {"enable": True, "every": fault.every, "trigger": {"cooldown": 0, "max_captures": 1000}},
+        "watch": {
+            "enable": True,
+            "every": fault.every,
+            "trigger": {"cooldown": 0, "max_captures": 1000},
+        },
     }
     if fault.loop == ON_RANKS:
         plan = {**asdict(fault), "config": config, "begin": BEGIN}
@@ -241,7 +250,11 @@ def verdict(fault: Fault, manifests: list[Manifest], texts: list[str]) -> dict[s
         "captured": None,
         "miss": "",
     }
-    made = [one for one in manifests if one.trigger.kind == "anomaly" and (one.trigger.noticed or 0) >= begin]
+    made = [
+        one
+        for one in manifests
+        if one.trigger.kind == "anomaly" and (one.trigger.noticed or 0) >= begin
+    ]
     if fault.what == "memory":  # what else a longer run may have shown is not what was put into it
         made = [one for one in made if one.trigger.sign == "memory"]
     if not noticeable or not made:
@@ -259,14 +272,17 @@ def verdict(fault: Fault, manifests: list[Manifest], texts: list[str]) -> dict[s
         "captured": named in recorded if fault.lane else first.complete,
     }
     if not (found["stage_right"] and found["rank_right"] is not False and found["captured"]):
-        found["miss"] = f"{trigger.reason}; suspects {trigger.suspects}, recorded {sorted(recorded)}"
+        found["miss"] = (
+            f"{trigger.reason}; suspects {trigger.suspects}, recorded {sorted(recorded)}"
+        )
     return found
 
 
 def markdown(found: dict[str, Any]) -> str:
     """Return the table of all runs by fault, what they come to, and where they ran."""
     lines = [
-        "| fault | loop | runs | noticed | after steps | sign | stage right | rank in first two | captured |",
+        "| fault | loop | runs | noticed | after steps | sign | stage right | rank in first "
+        "two | captured |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     faulty = [run for run in found["runs"] if run["noticeable"]]
@@ -278,7 +294,10 @@ def markdown(found: dict[str, Any]) -> str:
         signs = ", ".join(f"`{sign}`" for sign in dict.fromkeys(run["sign"] for run in noticed))
         lines.append(
             f"| {fault} | {loop} | {len(runs)} | {len(noticed)} | {span} | {signs} "
-            + "".join(f"| {_share(noticed, right)} " for right in ("stage_right", "rank_right", "captured"))
+            + "".join(
+                f"| {_share(noticed, right)} "
+                for right in ("stage_right", "rank_right", "captured")
+            )
             + "|"
         )
     quiet = sum(run["quiet_steps"] for run in found["runs"])
@@ -287,12 +306,17 @@ def markdown(found: dict[str, Any]) -> str:
     lines += [
         "",
         f"{len(faulty)} runs with a fault, {len(soon)} of them noticed in time "
-        f"({len(soon) / max(1, len(faulty)):.0%}): within 5 steps; where memory grows, within 5 after the "
+        f"({len(soon) / max(1, len(faulty)):.0%}): within 5 steps; where memory grows, "
+        "within 5 after the "
         "window. "
         f"{quiet:,} quiet steps, of all runs before their fault and of those without one, "
         f"with {false} false alarms: {1000 * false / max(1, quiet):.2f} per 1,000.",
         "",
-        *(f"- Missed: {run['fault']}, {run['loop']}: {run['miss']}" for run in found["runs"] if run["miss"]),
+        *(
+            f"- Missed: {run['fault']}, {run['loop']}: {run['miss']}"
+            for run in found["runs"]
+            if run["miss"]
+        ),
     ]
     lines += [
         "",
@@ -319,9 +343,13 @@ def main() -> None:
     from watch_noise import simulated
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(".")[0])
-    parser.add_argument("--quiet-steps", type=int, default=1000, help="length of the runs without a fault")
     parser.add_argument(
-        "--only", default="", help="only the faults with this in their name and loop; writes nothing"
+        "--quiet-steps", type=int, default=1000, help="length of the runs without a fault"
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        help="only the faults with this in their name and loop; writes nothing",
     )
     given = parser.parse_args()
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
@@ -333,13 +361,16 @@ def main() -> None:
                 runs.append(run(fleet, fault, Path(folder, str(number))))
                 shown = {key: runs[-1][key] for key in ("after", "sign", "false_alarms", "miss")}
                 print(
-                    f"{fault.name}, {fault.loop}, {fault.who} {fault.what} x{fault.by:g}: {shown}", flush=True
+                    f"{fault.name}, {fault.loop}, {fault.who} {fault.what} x{fault.by:g}: {shown}",
+                    flush=True,
                 )
     steps = 100 * given.quiet_steps
     found = {
         "measured": results.here(),
         "runs": runs,
-        "simulated": [simulated(steps, *noise) for noise in ((0.05, 0.0), (0.05, 0.01), (0.15, 0.01))],
+        "simulated": [
+            simulated(steps, *noise) for noise in ((0.05, 0.0), (0.05, 0.01), (0.15, 0.01))
+        ],
     }
     if not given.only:
         results.write(RESULTS, found)

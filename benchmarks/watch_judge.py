@@ -1,8 +1,10 @@
-"""What the watch notices of fourteen faults in three loops, whom it names, and what the capture says first.
+"""What the watch notices of fourteen faults in three loops, whom it names, and what the capture
+says first.
 
-Run: ``make watch-judge``. Each cell is a run of a program: ``watch_judge_user.py``, ``watch_judge_ranks.py``
-or ``watch_judge_pipeline.py``. Of the package only public doors are used: the log, ``watch.jsonl``, the
-manifests, and ``verl-profiling report --json``. ``--fault`` and ``--loop`` choose cells.
+Run: ``make watch-judge``. Each cell is a run of a program: ``watch_judge_user.py``,
+``watch_judge_ranks.py`` or ``watch_judge_pipeline.py``. Of the package only public doors are used:
+the log, ``watch.jsonl``, the manifests, and ``verl-profiling report --json``. ``--fault`` and
+``--loop`` choose cells.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ RESULTS = Path(__file__).with_name("watch_judge.json")
 LOOPS = ("user", "ranks", "pipeline")
 RANKS = 2
 MATTERS = 0.1
-"""A process counts as named in a step if it is said to be longer than its peers by this share of it."""
+"""A process counts as named in a step if it is said to be longer than its peers
+by this share of it.
+"""
 BLAMING = ("straggler", "long_tail")
 """Findings that name a process as the cause; the lanes of others have only lost time."""
 LIMIT_S = 300
@@ -45,7 +49,8 @@ class Fault:
     Attributes:
         name: It, for the table.
         plan: What the loop is told.
-        who: Whose fault it is: the begin of the lane's name, by loop; of loops that are left out, nobody's.
+        who: Whose fault it is: the begin of the lane's name, by loop; of loops that are left out,
+            nobody's.
         loops: The loops that can have it.
     """
 
@@ -63,7 +68,11 @@ FAULTS = (
         {"what": "compute 1", "by": 2.0, "split": True},
         RANK_1,
     ),
-    Fault("rank 1 twice as slow, all-reduce inside the stage", {"what": "compute 1", "by": 2.0}, RANK_1),
+    Fault(
+        "rank 1 twice as slow, all-reduce inside the stage",
+        {"what": "compute 1", "by": 2.0},
+        RANK_1,
+    ),
     Fault(
         "rank 1 has 1.5 times the tokens from the first step",
         {"what": "compute 1", "by": 1.5, "begin": 1, "split": True},
@@ -92,7 +101,9 @@ FAULTS = (
         {"user": "controller", "pipeline": "controller"},  # all ranks of a loop run it
     ),
     Fault(
-        "rank 1 four times as slow in every third step", {"what": "compute 1", "by": 4.0, "every": 3}, RANK_1
+        "rank 1 four times as slow in every third step",
+        {"what": "compute 1", "by": 4.0, "every": 3},
+        RANK_1,
     ),
     Fault(
         "rank 1 twice as slow for 16 steps, and again 30 steps later",
@@ -142,7 +153,9 @@ def run(fault: Fault, loop: str, folder: Path, hang_s: float) -> dict[str, Any]:
         for process in processes:
             process.kill()
     if any(statuses):
-        raise RuntimeError(f"{fault.name}, {loop}: the loop failed: {(folder / LOG).read_text()[-2000:]}")
+        raise RuntimeError(
+            f"{fault.name}, {loop}: the loop failed: {(folder / LOG).read_text()[-2000:]}"
+        )
     return verdict(fault, loop, plan, folder)
 
 
@@ -161,11 +174,16 @@ def verdict(fault: Fault, loop: str, plan: Plan, folder: Path) -> dict[str, Any]
         "fault": fault.name,
         "loop": loop,
         "who": who,
-        "noticed": next(filter(plan.may_be_it, [trigger.get("noticed") or 0, *plan.noticed()]), None),
+        "noticed": next(
+            filter(plan.may_be_it, [trigger.get("noticed") or 0, *plan.noticed()]), None
+        ),
         "meanwhile": bool(plan.hang_s)
         and any(said_in(step, folder) for step in steps if step["step"] == begin),
         "captured": captured is not None,
-        "named": [*(trigger.get("suspects") or longest)[:1], *SPAN.findall(trigger.get("reason", ""))[:1]],
+        "named": [
+            *(trigger.get("suspects") or longest)[:1],
+            *SPAN.findall(trigger.get("reason", ""))[:1],
+        ],
         "led": dict(led.most_common()),
         "finding": first_finding(captured) if captured else "",
         "again": next((step for step in plan.noticed() if step >= plan.again > 0), None),
@@ -181,7 +199,9 @@ def is_quiet(step: int, plan: Plan) -> bool:
 
 def said_in(step: dict[str, Any], folder: Path) -> bool:
     """Return whether the log has a warning of the package from within a step that hung."""
-    times = re.findall(r"^([\d.]+) WARNING verl_profiling", (folder / LOG).read_text(), re.MULTILINE)
+    times = re.findall(
+        r"^([\d.]+) WARNING verl_profiling", (folder / LOG).read_text(), re.MULTILINE
+    )
     return any(step["begin_ns"] < 1e9 * float(time) < step["end_ns"] - 1e9 for time in times)
 
 
@@ -218,12 +238,14 @@ def markdown(found: dict[str, Any]) -> str:
     """Return the table, what it comes to, and where it was measured."""
     rows = found["rows"]
     lines = [
-        "| fault | loop | noticed at | named first | longest in `watch.jsonl` | first finding | alarms |",
+        "| fault | loop | noticed at | named first | longest in `watch.jsonl` | first "
+        "finding | alarms |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         named = [
-            name if is_right(name, row["who"]) or ":" in name else f"**{name}**" for name in row["named"]
+            name if is_right(name, row["who"]) or ":" in name else f"**{name}**"
+            for name in row["named"]
         ]
         led = [
             f"{name if is_right(name, row['who']) else f'**{name}**'} {many}"
@@ -233,7 +255,8 @@ def markdown(found: dict[str, Any]) -> str:
             row["fault"],
             row["loop"],
             noticed(row),
-            ", ".join(named) or ("nobody" if row["captured"] else "no capture" if row["noticed"] else ""),
+            ", ".join(named)
+            or ("nobody" if row["captured"] else "no capture" if row["noticed"] else ""),
             ", ".join(led[:2]),
             f"**{row['finding']}**" if finds_innocent(row) else row["finding"],
             str(row["alarms"]),
@@ -242,8 +265,10 @@ def markdown(found: dict[str, Any]) -> str:
     faulty = [row for row in rows if row["fault"] != "none"]
     lines += [
         "",
-        f"{len(faulty)} runs with a fault, {sum(bool(row['noticed']) for row in faulty)} of them noticed. "
-        f"An innocent process (bold) was named by the watch in {sum(map(is_wrong, faulty))} of them, "
+        f"{len(faulty)} runs with a fault, {sum(bool(row['noticed']) for row in faulty)} of "
+        "them noticed. "
+        f"An innocent process (bold) was named by the watch in {sum(map(is_wrong, faulty))} "
+        "of them, "
         f"by the first finding of the capture in {sum(map(finds_innocent, faulty))}. "
         f"{sum(row['quiet_steps'] for row in rows):,} quiet steps with "
         f"{sum(row['alarms'] for row in rows)} alarms.",
@@ -262,7 +287,9 @@ def noticed(row: dict[str, Any]) -> str:
 
 
 def is_wrong(row: dict[str, Any]) -> bool:
-    """Return whether the watch named an innocent process, of those suspected first or leading most often."""
+    """Return whether the watch named an innocent process,
+    of those suspected first or leading most often.
+    """
     first = [name for name in row["named"] if ":" not in name] or list(row["led"])[:1]
     return any(not is_right(name, row["who"]) for name in first)
 
@@ -274,11 +301,19 @@ def finds_innocent(row: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Run the cells that are asked for, and print the table; all of them are kept as the results."""
+    """Run the cells that are asked for, and print the table;
+    all of them are kept as the results.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(".")[0])
-    parser.add_argument("--fault", default="", help="only faults that this pattern matches; keeps no results")
-    parser.add_argument("--loop", default="", choices=["", *LOOPS], help="only this loop; keeps no results")
-    parser.add_argument("--hang-s", type=float, default=60.0, help="how long a hang lasts at most (s)")
+    parser.add_argument(
+        "--fault", default="", help="only faults that this pattern matches; keeps no results"
+    )
+    parser.add_argument(
+        "--loop", default="", choices=["", *LOOPS], help="only this loop; keeps no results"
+    )
+    parser.add_argument(
+        "--hang-s", type=float, default=60.0, help="how long a hang lasts at most (s)"
+    )
     parser.add_argument("--keep", type=Path, help="a folder for what the runs leave")
     given = parser.parse_args()
     loops = [loop for loop in LOOPS if given.loop in ("", loop)]

@@ -1,7 +1,8 @@
-"""The loop of ``watch_judge.py`` that is one step off: it generates a batch while it trains on another.
+"""The loop of ``watch_judge.py`` that is one step off: it generates a batch while it trains on
+another.
 
-A loop of coroutines, and Ray actors: two training ranks with DDP over gloo, two engines, two agent loops that
-mark their stage, and a process that rates.
+A loop of coroutines, and Ray actors: two training ranks with DDP over gloo, two engines, two agent
+loops that mark their stage, and a process that rates.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ class AgentLoop(AgentLoopCaptureMixin):
             try:
                 for turn in range(2):
                     async with span("generate", request=f"{request_id}.{turn}"):
-                        await self.engines[sample % ENGINES].generate.remote(f"{request_id}.{turn}", step)
+                        await self.engines[sample % ENGINES].generate.remote(
+                            f"{request_id}.{turn}", step
+                        )
                     async with span("tool:search"):
                         await asyncio.sleep(self.plan.seconds(self.plan.tool_s, step, "tool"))
             finally:
@@ -144,7 +147,10 @@ async def main() -> None:
     actors = [ray.remote(num_cpus=0)(Trainer).remote(plan, rank, address) for rank in range(RANKS)]
     engines = [ray.remote(num_cpus=0)(Engine).remote(plan, replica) for replica in range(ENGINES)]
     rater = ray.remote(num_cpus=0)(Rater).remote(plan)
-    loops = [ray.remote(num_cpus=0)(AgentLoop).remote(plan, rank, engines, rater) for rank in range(LOOPS)]
+    loops = [
+        ray.remote(num_cpus=0)(AgentLoop).remote(plan, rank, engines, rater)
+        for rank in range(LOOPS)
+    ]
 
     def generation(step: int) -> list[Any]:
         return [one.roll_out.remote(step) for one in loops]

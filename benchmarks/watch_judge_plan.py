@@ -1,4 +1,6 @@
-"""What a loop of ``watch_judge.py`` is told: how long its work takes, what goes wrong in it, and when."""
+"""What a loop of ``watch_judge.py`` is told: how long its work takes,
+what goes wrong in it, and when.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class Plan:
 
     Attributes:
         folder: Where the run leaves what it leaves.
-        what: What goes wrong: the name of a piece of work, with the number of its process where it is one's.
+        what: What goes wrong: the name of a piece of work, with the number of its process where it
+            is one's.
         by: By which factor that is longer.
         hang_s: How long it hangs in its first faulty step, instead.
         begin: The first faulty step.
@@ -37,7 +40,8 @@ class Plan:
         again: The first step of the same fault after its repair; 0: none.
         slots: How many trajectories of an agent loop may run at a time; 0: all.
         split: Training ranks mark computing and the all-reduce as stages of their own.
-        marked: Whether the trajectories are in a stage of their agent loop; ``None``: as the loop has it.
+        marked: Whether the trajectories are in a stage of their agent loop; ``None``: as the loop
+            has it.
         tool_s: How long a call of the tool usually takes.
         steps: Length of the run.
     """
@@ -72,13 +76,19 @@ class Plan:
         return step >= self.begin and (step - self.begin) % self.every == 0
 
     def goes_on(self, step: int) -> bool:
-        """Return whether the loop has this step; the last ones wait for a capture that was asked for."""
+        """Return whether the loop has this step;
+        the last ones wait for a capture that was asked for.
+        """
         if step > 4 * self.steps or not self.what:
             return step <= self.steps
-        return step <= self.steps or (any(map(self.may_be_it, self.noticed())) and not self.captured())
+        return step <= self.steps or (
+            any(map(self.may_be_it, self.noticed())) and not self.captured()
+        )
 
     def may_be_it(self, step: int) -> bool:
-        """Return whether what is noticed in a step may be the fault: a hang is over in the next one."""
+        """Return whether what is noticed in a step may be the fault:
+        a hang is over in the next one.
+        """
         repaired = self.until and self.until <= step < self.again
         return (
             bool(self.what)
@@ -92,7 +102,9 @@ class Plan:
         return sorted({int(step) for step in SAID.findall(Path(self.folder, LOG).read_text())})
 
     def captured(self) -> list[Path]:
-        """Return the folders of captures that the watch asked for because of what may be the fault."""
+        """Return the folders of captures that the watch asked for because
+        of what may be the fault.
+        """
         found = []
         for path in sorted(Path(self.folder).glob("run/step_*/manifest.json")):
             trigger = json.loads(path.read_text()).get("trigger", {})

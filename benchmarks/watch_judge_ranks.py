@@ -1,7 +1,8 @@
-"""The loop of ``watch_judge.py`` that runs on every rank: each plays trajectories and trains with FSDP.
+"""The loop of ``watch_judge.py`` that runs on every rank: each plays trajectories and trains with
+FSDP.
 
-``watch_judge.py`` starts it as ``torchrun`` does. Parameters are gathered in the forward pass and gradients
-reduced in the backward pass, by gloo.
+``watch_judge.py`` starts it as ``torchrun`` does. Parameters are gathered in the forward pass and
+gradients reduced in the backward pass, by gloo.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class Actor(FSDPCaptureMixin):
     def __init__(self, plan: Plan) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
         self.plan, self.rank = plan, dist.get_rank()
-        self.policy = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH))
+        self.policy = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        )
         fully_shard(self.policy, mesh=mesh)
         self.optimizer = torch.optim.SGD(self.policy.parameters(), lr=1e-3)
         self.init_capture(plan.config(), role="actor", mesh=mesh)

@@ -1,4 +1,5 @@
-"""The loop of ``watch_judge.py`` that a new user has, by docs/watch.md, agents.md and engines.md alone.
+"""The loop of ``watch_judge.py`` that a new user has, by docs/watch.md, agents.md and engines.md
+alone.
 
 Ray actors: two training ranks, two engines of their own, and an agent loop.
 """
@@ -16,7 +17,12 @@ import ray
 from watch_judge_plan import Plan
 
 from verl_profiling import ProfilingCallback, span, stage, trajectory
-from verl_profiling.workers import AgentLoopCaptureMixin, CaptureMixin, RequestLog, RolloutCaptureMixin
+from verl_profiling.workers import (
+    AgentLoopCaptureMixin,
+    CaptureMixin,
+    RequestLog,
+    RolloutCaptureMixin,
+)
 
 RANKS, ENGINES, TRAJECTORIES = 2, 2, 4
 

@@ -1,4 +1,6 @@
-"""How often the watch notices something in steps that only vary: simulated, as that takes many of them."""
+"""How often the watch notices something in steps that only vary: simulated,
+as that takes many of them.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def simulated(steps: int, spread: float, tail: float) -> dict[str, Any]:
     Args:
         steps: How many.
         spread: Standard deviation of the logarithm of the time of a stage.
-        tail: Share of stages that are longer by a Pareto factor (exponent 2), twice as long in a quarter.
+        tail: Share of stages that are longer by a Pareto factor (exponent 2), twice as long in a
+            quarter.
     """
     noise, detector, noticed = random.Random(7), Detector(Anomaly()), 0
     for step in range(1, steps + 1):
@@ -55,7 +58,9 @@ def _summary(step: int, noise: random.Random, spread: float, tail: float) -> Ste
         length = usual_ms * noise.lognormvariate(0, spread)
         if noise.random() < tail:
             length *= noise.paretovariate(2)
-        lengths = [int(length * MS * noise.lognormvariate(0, OF_A_RANK)) for _ in range(WORKERS[role])]
+        lengths = [
+            int(length * MS * noise.lognormvariate(0, OF_A_RANK)) for _ in range(WORKERS[role])
+        ]
         for rank, own_ns in enumerate(lengths):
             workers.setdefault((role, rank), {})[stage] = [(now_ns, now_ns + own_ns)]
         loop[stage] = [(now_ns, now_ns + max(lengths) + MS)]
@@ -66,7 +71,8 @@ def _summary(step: int, noise: random.Random, spread: float, tail: float) -> Ste
         end_ns=now_ns + int(5 * MS * noise.lognormvariate(0, 0.3)),
         loop=[_process("controller", "controller", 0, loop)],
         workers=[
-            _process(f"{role}_rank{rank}", role, rank, stages) for (role, rank), stages in workers.items()
+            _process(f"{role}_rank{rank}", role, rank, stages)
+            for (role, rank), stages in workers.items()
         ],
     )
     return msgspec.structs.replace(summary, exposed=exposed(summary))

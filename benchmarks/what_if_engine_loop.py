@@ -1,8 +1,9 @@
-"""The loop of ``what_if_resources.py``: engines whose iterations take longer with more running requests.
+"""The loop of ``what_if_resources.py``: engines whose iterations take longer with more running
+requests.
 
-Run: ``what_if_engine_loop.py FOLDER PLAN``, where the plan is a JSON object with the fields of :class:`Plan`.
-An engine has no model: it sleeps for the time of an iteration, and each running request gets a token. The
-lengths are the same in every step.
+Run: ``what_if_engine_loop.py FOLDER PLAN``, where the plan is a JSON object with the fields of
+:class:`Plan`. An engine has no model: it sleeps for the time of an iteration, and each running
+request gets a token. The lengths are the same in every step.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ class Plan:
 
     Attributes:
         replicas: Number of engines.
-        curve_s: Three times (s): of an iteration, what each running request adds to it, and what each running
-            request needs at least.
+        curve_s: Three times (s): of an iteration, what each running request adds to it, and what
+            each running request needs at least.
         slots: Most requests that an engine runs at once.
         lengths: Tokens of each generation of a trajectory.
         turns: Turns of each trajectory.
         tool_s: Call of the tool between two turns (s).
-        by_turns: Whether engines take trajectories by turns, instead of the engine with the fewest requests.
+        by_turns: Whether engines take trajectories by turns, instead of the engine with the fewest
+            requests.
         reward_s: Scoring, by the loop itself (s).
         ranks_s: Update of each training rank (s).
         sync_s: Weight update of each engine (s).
@@ -134,7 +136,9 @@ class AgentLoop(AgentLoopCaptureMixin):
                 request_id = f"{step}.{sample}.{turn}"
                 self.open[engine] += 1
                 async with span("generate", request=request_id):
-                    await self.engines[engine].generate.remote(request_id, self.plan.lengths[sample])
+                    await self.engines[engine].generate.remote(
+                        request_id, self.plan.lengths[sample]
+                    )
                 self.open[engine] -= 1
                 if turn < self.plan.turns - 1:
                     async with span("tool:search"):
@@ -152,8 +156,13 @@ def main() -> None:
         "rollout": {"requests": plan.requests},
     }
     ray.init(log_to_driver=False, logging_level="ERROR")
-    ranks = [ray.remote(num_cpus=0)(Trainer).remote(plan, config, rank) for rank in range(len(plan.ranks_s))]
-    engines = [ray.remote(num_cpus=0)(Engine).remote(plan, config, one) for one in range(plan.replicas)]
+    ranks = [
+        ray.remote(num_cpus=0)(Trainer).remote(plan, config, rank)
+        for rank in range(len(plan.ranks_s))
+    ]
+    engines = [
+        ray.remote(num_cpus=0)(Engine).remote(plan, config, one) for one in range(plan.replicas)
+    ]
     agents = ray.remote(num_cpus=0)(AgentLoop).remote(plan, config, engines)
     ray.get([rank.ready.remote() for rank in ranks])
 

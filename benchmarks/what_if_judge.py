@@ -1,9 +1,11 @@
-"""Predictions held against real runs: captures A, predicts B from A alone, runs B, and prints the errors.
+"""Predictions held against real runs: captures A, predicts B from A alone, runs B, and prints the
+errors.
 
-Run: ``make what-if-judge``. Each run has five captured steps. The runs of sleeping loops are programs of
-their own, ``what_if_loop.py``; those of a recipe follow each other in one program, ``what_if_recipes.py``
-or ``what_if_verl.py``.
-A prediction is the median of the predictions from the steps of A. A spread is that of the steps of one run.
+Run: ``make what-if-judge``. Each run has five captured steps. The runs of sleeping loops are
+programs of their own, ``what_if_loop.py``; those of a recipe follow each other in one program,
+``what_if_recipes.py`` or ``what_if_verl.py``.
+A prediction is the median of the predictions from the steps of A. A spread is that of the steps of
+one run.
 """
 
 from __future__ import annotations
@@ -81,7 +83,12 @@ def tool(name: str, time: float | str) -> dict[str, Any]:
 
 
 GENERATE_S = [0.1, 0.12, 0.15, 0.18, 0.2, 0.25, 0.3, 0.6]
-TORCH = ("actor.lr=0", "profiling.watch.enable=false", "model.hidden_size=128", "model.num_hidden_layers=4")
+TORCH = (
+    "actor.lr=0",
+    "profiling.watch.enable=false",
+    "model.hidden_size=128",
+    "model.num_hidden_layers=4",
+)
 GRPO = (*TORCH, "profiling.tool=spans")
 AGENT = (*TORCH[:2], GRPO[-1], "batch.prompts=3", "agent.turns=2", "agent.processes=1")
 MENDED = (*AGENT, "agent.sandbox_blocks=false")
@@ -95,7 +102,9 @@ LOOPS = {
     "queues": Loop({"generate_s": [0.1, 0.12, 0.14, 0.16] * 2, "tool_s": 0.2, "slots": 1}),
     "limit": Loop({"generate_s": GENERATE_S, "tool_s": 0.2, "limit": 3}),
     "service": Loop({"generate_s": GENERATE_S, "tool_s": 0.15, "serial": True}),
-    "agents beside": Loop({"generate_s": GENERATE_S, "tool_s": 0.4, "ranks_s": [0.5, 0.5], "beside": True}),
+    "agents beside": Loop(
+        {"generate_s": GENERATE_S, "tool_s": 0.4, "ranks_s": [0.5, 0.5], "beside": True}
+    ),
     "beside": Loop({"engines_s": [1.4, 1.2], "ranks_s": [0.5, 0.5], "beside": True}),
     "grpo_tiny": Loop({}, "grpo_tiny", GRPO),
     "grpo_tiny, torch": Loop({}, "grpo_tiny", (*TORCH, "batch.prompts=16")),
@@ -169,7 +178,9 @@ PAIRS = {
         Pair(EVEN, {"generate": [2, 2]}, {"generate": [3, 1]}),
         Pair(EVEN, {"generate": [3, 3]}, {"generate": [1, 5]}),
         Pair(scale(update_actor=2.0, rollout=2.0), {"epochs": 2, "generate": [2, 2]}),
-        Pair(EVEN | scale(update_actor=2.0), {"epochs": 2, "generate": [2, 2]}, {"generate": [3, 1]}),
+        Pair(
+            EVEN | scale(update_actor=2.0), {"epochs": 2, "generate": [2, 2]}, {"generate": [3, 1]}
+        ),
     ),
     "grpo_tiny, torch": (
         Pair({}),
@@ -230,17 +241,31 @@ def run(loop: Loop, plans: list[dict[str, Any]], folder: Path) -> list[list[Capt
     python = str(results.ROOT / loop.environment / "bin/python")
     if loop.recipe:
         settings = json.dumps(loop.settings)
-        commands = [[python, str(HERE / loop.program), str(folder), loop.recipe, settings, json.dumps(plans)]]
+        commands = [
+            [
+                python,
+                str(HERE / loop.program),
+                str(folder),
+                loop.recipe,
+                settings,
+                json.dumps(plans),
+            ]
+        ]
     else:
         program = str(HERE / "what_if_loop.py")
-        commands = [[python, program, str(folder / str(at)), json.dumps(one)] for at, one in enumerate(plans)]
+        commands = [
+            [python, program, str(folder / str(at)), json.dumps(one)]
+            for at, one in enumerate(plans)
+        ]
 
     with ThreadPoolExecutor(2) as pool:  # a sleeping loop leaves room for another one
         list(pool.map(call, commands))
     return [open_run(folder / str(at)).steps() for at in range(len(plans))]
 
 
-def row(loop: str, pair: Pair, before: list[CapturedStep], after: list[CapturedStep]) -> dict[str, Any]:
+def row(
+    loop: str, pair: Pair, before: list[CapturedStep], after: list[CapturedStep]
+) -> dict[str, Any]:
     """Return the prediction from the steps of A, beside the steps of B."""
     found = [step.what_if(**pair.change) for step in before]
     replayed = [step.what_if() for step in before]
@@ -252,7 +277,8 @@ def row(loop: str, pair: Pair, before: list[CapturedStep], after: list[CapturedS
         "predicted_s": statistics.median(one.predicted_us for one in found) / 1e6,
         "truth_s": statistics.median(spans_s),
         "spread_s": max(spans_s) - min(spans_s),
-        "recorded_spread_s": (max(one.span_us for one in found) - min(one.span_us for one in found)) / 1e6,
+        "recorded_spread_s": (max(one.span_us for one in found) - min(one.span_us for one in found))
+        / 1e6,
         "replay_error": max(abs(one.predicted_us / one.span_us - 1) for one in replayed),
     }
 
@@ -269,7 +295,9 @@ def spread(row: dict[str, Any], run: str) -> str:
 
 
 def is_wrong_way(row: dict[str, Any]) -> bool:
-    """Return whether a step changed against the prediction, by more than the spread of both runs."""
+    """Return whether a step changed against the prediction,
+    by more than the spread of both runs.
+    """
     truth, predicted = (row[key] - row["recorded_s"] for key in ("truth_s", "predicted_s"))
     noise = max(row["spread_s"], row["recorded_spread_s"])
     return bool(row["change"] != "none" and abs(truth) > noise and truth * predicted <= 0)
@@ -277,14 +305,19 @@ def is_wrong_way(row: dict[str, Any]) -> bool:
 
 def is_miss(row: dict[str, Any]) -> bool:
     """Return whether the prediction is outside of the spread of both runs around the step of B."""
-    return bool(abs(row["predicted_s"] - row["truth_s"]) > max(row["spread_s"], row["recorded_spread_s"]) / 2)
+    return bool(
+        abs(row["predicted_s"] - row["truth_s"])
+        > max(row["spread_s"], row["recorded_spread_s"]) / 2
+    )
 
 
 def group(row: dict[str, Any]) -> tuple[str, str]:
     """Return the kinds of the run and of the change."""
     options = {f"`{option}`" for option in re.findall("--[a-z-]+", row["change"])} or {"none"}
     run = "recipes" if LOOPS[row["loop"]].recipe else "loops that sleep"
-    return "verl" if row["loop"] == "verl" else run, "several" if len(options) > 1 else options.pop()
+    return "verl" if row["loop"] == "verl" else run, "several" if len(
+        options
+    ) > 1 else options.pop()
 
 
 def all_pairs(found: dict[str, Any]) -> str:
@@ -308,7 +341,8 @@ def all_pairs(found: dict[str, Any]) -> str:
 def markdown(found: dict[str, Any]) -> str:
     """Return the errors by kind of run and change, and the misses."""
     lines = [
-        "| runs | change | pairs | median error | 90% of errors | misses | wrong direction | spread of B |",
+        "| runs | change | pairs | median error | 90% of errors | misses | wrong direction "
+        "| spread of B |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for kinds, pairs in groupby(sorted(found["rows"], key=group), group):
@@ -317,16 +351,22 @@ def markdown(found: dict[str, Any]) -> str:
         shares = f"{statistics.median(errors):.1%} | {errors[math.ceil(0.9 * len(errors)) - 1]:.1%}"
         counts = f"{sum(map(is_miss, chosen))} | {sum(map(is_wrong_way, chosen))}"
         middle = statistics.median(one["spread_s"] / one["truth_s"] / 2 for one in chosen)
-        lines.append(f"| {' | '.join(kinds)} | {len(chosen)} | {shares} | {counts} | ±{middle:.1%} |")
+        lines.append(
+            f"| {' | '.join(kinds)} | {len(chosen)} | {shares} | {counts} | ±{middle:.1%} |"
+        )
     missed = filter(is_miss, found["rows"])
     misses = (f"- {one['loop']}: `{one['change']}` {error(one):+.1%}" for one in missed)
     replayed = max((one["replay_error"] for one in found["rows"]), default=0.0)
-    replay = f"The replay of a step without a change differs from the step by at most {replayed:.2%}."
+    replay = (
+        f"The replay of a step without a change differs from the step by at most {replayed:.2%}."
+    )
     return "\n".join([*lines, "", f"{replay} Misses:", "", *misses])
 
 
 def main() -> None:
-    """Run the pairs that are asked for, and print the table; all of them are kept as the results."""
+    """Run the pairs that are asked for, and print the table;
+    all of them are kept as the results.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(".")[0])
     parser.add_argument(
         "--loops",
@@ -351,7 +391,9 @@ def main() -> None:
         for name in given.loops:
             loop = LOOPS[name]
             pairs = [pair for pair in PAIRS[name] if re.search(given.change, str(pair.change))]
-            plans = [{**loop.plan, **pair.before, **more} for pair in pairs for more in ({}, pair.after)]
+            plans = [
+                {**loop.plan, **pair.before, **more} for pair in pairs for more in ({}, pair.after)
+            ]
             found["measured"][name] = results.here()
             runs = run(loop, plans, (given.keep or Path(folder)) / name.replace(", ", "_"))
             for pair, before, after in zip(pairs, runs[::2], runs[1::2], strict=True):

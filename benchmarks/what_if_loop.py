@@ -1,6 +1,7 @@
 """The loop of ``what_if_judge.py``: Ray actors that sleep and compute for as long as they are told.
 
-Run: ``what_if_loop.py FOLDER PLAN``, where the plan is a JSON object with the fields of :class:`Plan`.
+Run: ``what_if_loop.py FOLDER PLAN``, where the plan is a JSON object with the fields of
+:class:`Plan`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from typing import Any
 import ray
 
 from verl_profiling import ProfilingCallback, span, stage, trajectory
-from verl_profiling.workers import AgentLoopCaptureMixin, CaptureMixin, RequestLog, RolloutCaptureMixin
+from verl_profiling.workers import (
+    AgentLoopCaptureMixin,
+    CaptureMixin,
+    RequestLog,
+    RolloutCaptureMixin,
+)
 
 SPREAD = 0.02
 """Standard deviation of the logarithm of every time."""
@@ -108,12 +114,17 @@ class AgentLoop(AgentLoopCaptureMixin):
     def __init__(self, plan: Plan, config: dict[str, Any], engines: list[Any]) -> None:
         self.plan = plan
         self.engines = itertools.cycle(engines)
-        self.limit, self.tool = asyncio.Semaphore(plan.limit), asyncio.Semaphore(1 if plan.serial else 1000)
+        self.limit, self.tool = (
+            asyncio.Semaphore(plan.limit),
+            asyncio.Semaphore(1 if plan.serial else 1000),
+        )
         self.init_capture(config, rank=0, world_size=1)
 
     async def roll_out(self, step: int) -> None:
         """Make trajectories until enough have ended; the others are given up."""
-        made = [asyncio.create_task(self.play(step, one)) for one in range(len(self.plan.generate_s))]
+        made = [
+            asyncio.create_task(self.play(step, one)) for one in range(len(self.plan.generate_s))
+        ]
         enough = round(self.plan.done * len(made))
         for done in itertools.islice(asyncio.as_completed(made), enough):
             await done
@@ -170,9 +181,13 @@ def main() -> None:
         "schedule": {"steps": list(range(3, plan.steps + 1))},
     }
     ray.init(log_to_driver=False, logging_level="ERROR")
-    ranks = [ray.remote(num_cpus=0)(Trainer).remote(plan, config, rank) for rank in range(len(plan.ranks_s))]
+    ranks = [
+        ray.remote(num_cpus=0)(Trainer).remote(plan, config, rank)
+        for rank in range(len(plan.ranks_s))
+    ]
     engines = [
-        ray.remote(num_cpus=0)(Engine).remote(plan, config, replica) for replica in range(len(plan.engines_s))
+        ray.remote(num_cpus=0)(Engine).remote(plan, config, replica)
+        for replica in range(len(plan.engines_s))
     ]
     agents = ray.remote(num_cpus=0)(AgentLoop).remote(plan, config, engines)
     ray.get([rank.ready.remote() for rank in ranks] + [agents.roll_out.remote(0)])

@@ -1,8 +1,10 @@
-"""The recipes for ``what_if_judge.py``: real models, engines and training, with a workload that is replayed.
+"""The recipes for ``what_if_judge.py``: real models, engines and training, with a workload that is
+replayed.
 
-Run: ``what_if_recipes.py FOLDER RECIPE OVERRIDES PLANS``. The overrides of the configuration are a JSON list
-of texts, the plans one of objects with the fields of :class:`Plan`. The processes start once; each plan is a
-run of its own. All steps have the same prompts, numbers of tokens, turns, and calls of tools.
+Run: ``what_if_recipes.py FOLDER RECIPE OVERRIDES PLANS``. The overrides of the configuration are a
+JSON list of texts, the plans one of objects with the fields of :class:`Plan`. The processes start
+once; each plan is a run of its own. All steps have the same prompts, numbers of tokens, turns, and
+calls of tools.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class Rank(workers.ActorWorker):
     def update_actor(self, batch: dict[str, torch.Tensor]) -> float:
         """Train on the planned rows."""
         many = self.plan.epochs * self.plan.rows[torch.distributed.get_rank()]
-        return super().update_actor({name: torch.cat([tensor] * many) for name, tensor in batch.items()})
+        return super().update_actor(
+            {name: torch.cat([tensor] * many) for name, tensor in batch.items()}
+        )
 
 
 def response(name: str) -> list[int]:
@@ -156,7 +160,9 @@ class AgentLoop(agent_loop.AgentLoop):
         self.tools, self.done = Tools(self.config, plan.sandbox_s), plan.done
 
     async def play(self, jobs: list[agent_loop.Job]) -> list[agent_loop.Episode]:
-        """Make the planned share of the trajectories; in place of the others stands the first one."""
+        """Make the planned share of the trajectories;
+        in place of the others stands the first one.
+        """
         self.rng = random.Random(0)
         made = [asyncio.create_task(self.play_one(job)) for job in jobs]
         for first in itertools.islice(asyncio.as_completed(made), round(self.done * len(made))):
@@ -168,7 +174,12 @@ class AgentLoop(agent_loop.AgentLoop):
 
 
 def agent_step(
-    config: DictConfig, actors: list[Any], servers: list[Any], loops: list[Any], profiling: Any, step: int
+    config: DictConfig,
+    actors: list[Any],
+    servers: list[Any],
+    loops: list[Any],
+    profiling: Any,
+    step: int,
 ) -> None:
     """Make trajectories, and train on them."""
     profiling.on_rollout_begin()
@@ -187,12 +198,17 @@ def main() -> None:
     ray.init(**OmegaConf.to_container(config.ray), logging_level="ERROR")
     remote = ray.remote(num_cpus=0)
     init_method = f"file://{tempfile.mkdtemp(prefix='what_if_')}/rendezvous"
-    actors = [remote(Rank).remote(config, rank, init_method) for rank in range(config.actor.world_size)]
+    actors = [
+        remote(Rank).remote(config, rank, init_method) for rank in range(config.actor.world_size)
+    ]
     servers = [remote(Server).remote(config, replica) for replica in range(config.rollout.replicas)]
     ray.get([server.start.remote() for server in servers])
     loops = []
     if recipe == "agent_tiny":
-        loops = [remote(AgentLoop).remote(config, rank, servers) for rank in range(config.agent.processes)]
+        loops = [
+            remote(AgentLoop).remote(config, rank, servers)
+            for rank in range(config.agent.processes)
+        ]
     steps = range(1, WARM + CAPTURED + 1)
     for number, plan in enumerate(plans):
         ray.get([one.begin.remote(Plan(**plan)) for one in [*servers, *actors, *loops]])
@@ -211,7 +227,9 @@ def main() -> None:
                 if loops:
                     agent_step(config, actors, servers, loops, profiling, step)
                 else:
-                    grpo_tiny.grpo_step(config, actors, servers, profiling, random.Random(config.seed))
+                    grpo_tiny.grpo_step(
+                        config, actors, servers, profiling, random.Random(config.seed)
+                    )
                 profiling.on_step_end()
 
 

@@ -1,7 +1,9 @@
-"""Intervals for other resources held against real runs, as ``what_if_judge.py`` does for other changes.
+"""Intervals for other resources held against real runs, as ``what_if_judge.py`` does for other
+changes.
 
-Run: ``make what-if-judge``. Each run is a program of its own, ``what_if_engine_loop.py``, with five captured
-steps. An interval has the medians of the ends that the steps of A give. One run A serves all pairs of a plan.
+Run: ``make what-if-judge``. Each run is a program of its own, ``what_if_engine_loop.py``, with five
+captured steps. An interval has the medians of the ends that the steps of A give. One run A serves
+all pairs of a plan.
 """
 
 from __future__ import annotations
@@ -53,7 +55,10 @@ PLANS: dict[str, tuple[dict[str, Any], tuple[Pair, ...]]] = {
         {"curve_s": RISING, "lengths": lengths(12, 24, 10, 90), "replicas": 2},
         (replicas(4), replicas(1)),
     ),
-    "one engine that does not": ({"curve_s": FLAT, "lengths": lengths(13, 24, 10, 90)}, (replicas(2),)),
+    "one engine that does not": (
+        {"curve_s": FLAT, "lengths": lengths(13, 24, 10, 90)},
+        (replicas(2),),
+    ),
     "one engine that slows down from eight on": (
         {"curve_s": BENT, "lengths": lengths(14, 24, 10, 90)},
         (replicas(2), replicas(3)),
@@ -96,13 +101,18 @@ def run(plan: dict[str, Any], folder: Path) -> list[CapturedStep]:
 
 
 def row(
-    loop: str, plan: dict[str, Any], pair: Pair, before: list[CapturedStep], after: list[CapturedStep]
+    loop: str,
+    plan: dict[str, Any],
+    pair: Pair,
+    before: list[CapturedStep],
+    after: list[CapturedStep],
 ) -> dict[str, Any]:
     """Return the interval from the steps of A, beside the steps of B."""
     found = [step.what_if(**pair.change) for step in before]
     recorded_s = statistics.median(one.span_us for one in found) / 1e6
     rollout_s = statistics.median(
-        sum(part.duration_us for part in step.what_if().path if part.stage.startswith("rollout")) / 1e6
+        sum(part.duration_us for part in step.what_if().path if part.stage.startswith("rollout"))
+        / 1e6
         for step in before
     )
     had = plan.get("replicas", 1)
@@ -113,7 +123,9 @@ def row(
         for name in ("low", "predicted", "high")
     }
     return {
-        "loop": ", ".join((loop, *(said for name, said in VARIANTS.items() if pair.after.get(name)))),
+        "loop": ", ".join(
+            (loop, *(said for name, said in VARIANTS.items() if pair.after.get(name)))
+        ),
         "change": " ".join(found[0].changes),
         "recorded_s": recorded_s,
         "linear_s": linear_s / 2 if pair.after.get("ahead") else linear_s,
@@ -129,7 +141,9 @@ def holds(row: dict[str, Any]) -> bool:
 
 
 def width(row: dict[str, Any]) -> float:
-    """Return the width of the interval, as a share of that between no change and the best or worst case."""
+    """Return the width of the interval, as a share of that between no change and the best
+    or worst case.
+    """
     return float((row["high_s"] - row["low_s"]) / abs(row["recorded_s"] - row["linear_s"]))
 
 
@@ -142,16 +156,19 @@ def group(row: dict[str, Any]) -> str:
 def all_pairs(found: dict[str, Any]) -> str:
     """Return the table of all pairs, and where they were measured."""
     lines = [
-        "| loop | change | step of A | in proportion | predicted | interval | step of B | holds | width |",
+        "| loop | change | step of A | in proportion | predicted | interval | step of B | "
+        "holds | width |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for one in found["rows"]:
         recorded, linear, predicted, low, high, truth = (
-            f"{one[f'{key}_s']:.2f} s" for key in ("recorded", "linear", "predicted", "low", "high", "truth")
+            f"{one[f'{key}_s']:.2f} s"
+            for key in ("recorded", "linear", "predicted", "low", "high", "truth")
         )
         interval = f"{low} to {high}{', extrapolated' if one['extrapolated'] else ''}"
         lines.append(
-            f"| {one['loop']} | `{one['change']}` | {recorded} | {linear} | {predicted} | {interval} "
+            f"| {one['loop']} | `{one['change']}` | {recorded} | {linear} | {predicted} | "
+            f"{interval} "
             f"| {truth} | {'yes' if holds(one) else 'no'} | {width(one):.0%} |"
         )
     return "\n".join([*lines, "", f"{results.where(found['measured'])}."])
@@ -159,17 +176,26 @@ def all_pairs(found: dict[str, Any]) -> str:
 
 def markdown(found: dict[str, Any]) -> str:
     """Return how often an interval holds the step of B by kind of change, and the misses."""
-    lines = ["| change | pairs | intervals that hold | median width | median error |", "|---" * 5 + "|"]
+    lines = [
+        "| change | pairs | intervals that hold | median width | median error |",
+        "|---" * 5 + "|",
+    ]
     for kind, pairs in groupby(sorted(found["rows"], key=group), group):
         chosen = list(pairs)
-        wide, off = (statistics.median(map(of, chosen)) for of in (width, lambda one: abs(error(one))))
-        lines.append(f"| {kind} | {len(chosen)} | {sum(map(holds, chosen))} | {wide:.0%} | {off:.1%} |")
+        wide, off = (
+            statistics.median(map(of, chosen)) for of in (width, lambda one: abs(error(one)))
+        )
+        lines.append(
+            f"| {kind} | {len(chosen)} | {sum(map(holds, chosen))} | {wide:.0%} | {off:.1%} |"
+        )
     misses = (f"- {one['loop']}: `{one['change']}`" for one in found["rows"] if not holds(one))
     return "\n".join([*lines, "", "Misses:", "", *misses])
 
 
 def main() -> None:
-    """Run the pairs that are asked for, and print the table; all of them are kept as the results."""
+    """Run the pairs that are asked for, and print the table;
+    all of them are kept as the results.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(".")[0])
     parser.add_argument("--loops", nargs="*", choices=PLANS, help="only these; keeps no results")
     given = parser.parse_args()

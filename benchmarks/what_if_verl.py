@@ -1,9 +1,10 @@
 """Real verl for ``what_if_judge.py``, with a workload that is replayed.
 
-Run: ``what_if_verl.py FOLDER RECIPE OVERRIDES PLANS``, as ``what_if_recipes.py``. verl starts for minutes, so
-all plans are steps of one run of ``verl.trainer.main_ppo``. The steps of A and B take turns, so that a busy
-machine slows both. Each step has the same prompts, and says in its data how long tool and reward take. The
-model samples its likeliest token and learns nothing, so all steps have the same responses.
+Run: ``what_if_verl.py FOLDER RECIPE OVERRIDES PLANS``, as ``what_if_recipes.py``. verl starts for
+minutes, so all plans are steps of one run of ``verl.trainer.main_ppo``. The steps of A and B take
+turns, so that a busy machine slows both. Each step has the same prompts, and says in its data how
+long tool and reward take. The model samples its likeliest token and learns nothing, so all steps
+have the same responses.
 """
 
 from __future__ import annotations
@@ -70,10 +71,16 @@ def write_assets(folder: Path, planned: list[Plan]) -> None:
 
 def main() -> None:
     """Run the plans, and give each a folder of its own."""
-    folder, recipe, overrides, plans = Path(sys.argv[1]), sys.argv[2], *map(json.loads, sys.argv[3:])
+    folder, recipe, overrides, plans = (
+        Path(sys.argv[1]),
+        sys.argv[2],
+        *map(json.loads, sys.argv[3:]),
+    )
     turns = [(pair, turn) for pair in range(0, len(plans), 2) for turn in range(WARM + CAPTURED)]
     numbers = [pair + one for pair, _ in turns for one in (0, 1)]
-    captured = [2 * at + one for at, (_, turn) in enumerate(turns) for one in (1, 2) if turn >= WARM]
+    captured = [
+        2 * at + one for at, (_, turn) in enumerate(turns) for one in (1, 2) if turn >= WARM
+    ]
     planned = [Plan(**plans[number]) for number in numbers]
     with tempfile.TemporaryDirectory(prefix="verl-") as own:
         write_assets(Path(own, "assets"), planned)

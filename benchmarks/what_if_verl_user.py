@@ -1,4 +1,6 @@
-"""The parts of ``what_if_verl.py`` that verl takes from its user: reward, tool, and replay buffer."""
+"""The parts of ``what_if_verl.py`` that verl takes from its user: reward, tool,
+and replay buffer.
+"""
 
 from __future__ import annotations
 
@@ -45,17 +47,23 @@ class Always(ToolParser):  # type: ignore[misc]
         """End responses early, or the first would use up the length of the whole conversation."""
         return list(range(0, len(self.tokenizer), _STOP_EVERY))
 
-    async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[Any]]:
+    async def extract_tool_calls(
+        self, responses_ids: list[int], tools: Any = None
+    ) -> tuple[str, list[Any]]:
         """Return the text of a response, and a call."""
         return self.tokenizer.decode(responses_ids), [FunctionCall(name="search", arguments="{}")]
 
 
 class Planned(ReplayBuffer):  # type: ignore[misc]
-    """A replay buffer that is polled, and a batch that is trained on, as often as planned for the step."""
+    """A replay buffer that is polled, and a batch that is trained on,
+    as often as planned for the step.
+    """
 
     def sample(self, global_steps: int, *args: Any, **kwargs: Any) -> Any:
         """Return a batch."""
         self.poll_interval = self.sampler_kwargs.poll_s[global_steps - 1]
         trainer = self.refill_fn.__self__
-        trainer.config.actor_rollout_ref.actor.ppo_epochs = self.sampler_kwargs.epochs[global_steps - 1]
+        trainer.config.actor_rollout_ref.actor.ppo_epochs = self.sampler_kwargs.epochs[
+            global_steps - 1
+        ]
         return super().sample(global_steps, *args, **kwargs)

@@ -41,14 +41,18 @@ def use(lane: str, role: str, *stages: tuple[str, float, float]) -> RankUse:
 
 
 def ranks_of_one_program() -> StepSummary:
-    """Return a step of three ranks that run one program; rank 2 is late, and the others wait for it."""
+    """Return a step of three ranks that run one program; rank 2 is late,
+    and the others wait for it.
+    """
     durations = ((10, 9, 6), (10, 9, 6), (14, 5, 6))
     return StepSummary(
         step=1,
         begin_ns=0,
         end_ns=26 * S,
         loop=[
-            use(f"actor_rank{rank}", "actor", *zip(STAGES, accumulate((0, *row)), row, strict=False))
+            use(
+                f"actor_rank{rank}", "actor", *zip(STAGES, accumulate((0, *row)), row, strict=False)
+            )
             for rank, row in enumerate(durations)
         ],
     )
@@ -62,7 +66,11 @@ def loop_that_calls_workers() -> StepSummary:
         end_ns=26 * S,
         loop=[
             use(
-                "controller", "controller", ("rollout", 0.5, 13), ("reward", 14, 2), ("update_actor", 16.5, 9)
+                "controller",
+                "controller",
+                ("rollout", 0.5, 13),
+                ("reward", 14, 2),
+                ("update_actor", 16.5, 9),
             )
         ],
         workers=[
@@ -80,7 +88,9 @@ def draw_lanes(axes: Axes, lanes: Sequence[RankUse]) -> None:
     for place, lane in enumerate(lanes):
         for name, begin_ns, _, took_ns in lane.each_run():
             begin, length = begin_ns / S, took_ns / S
-            axes.barh(-place, length, 0.62, left=begin, color=COLORS[name], edgecolor="white", lw=0.8)
+            axes.barh(
+                -place, length, 0.62, left=begin, color=COLORS[name], edgecolor="white", lw=0.8
+            )
     axes.set_yticks([-place for place in range(len(lanes))], [use.lane for use in lanes])
     axes.tick_params(length=0)
 
@@ -122,7 +132,10 @@ def draw(picture: Path) -> None:
     draw_lanes(calls, [*summary.loop, *summary.workers])
     draw_rows(calls, -6.2, exposed(summary))
     for axes, place in ((program, -3.2), (calls, -6.2)):
-        ticks, labels = list(axes.get_yticks()), [text.get_text() for text in axes.get_yticklabels()]
+        ticks, labels = (
+            list(axes.get_yticks()),
+            [text.get_text() for text in axes.get_yticklabels()],
+        )
         axes.set_yticks([*ticks, place], [*labels, "exposed"])
         axes.set(xlim=(0, 26), ylim=(place - 1.05, 0.5))
         axes.spines[["top", "right", "left"]].set_visible(False)

@@ -1,7 +1,7 @@
 """Writes the tables of settings, and quoted files, into the pages: ``python docs/make_tables.py``.
 
-A page says what belongs between two comments, and this script puts it there as plain Markdown, which
-every reader renders::
+A page says what belongs between two comments, and this script puts it there as plain Markdown,
+which every reader renders::
 
     <!-- table: verl_profiling.settings.schedule:Schedule schedule. -->
     <!-- file: ../tests/tools/example_tool.py python -->
@@ -11,12 +11,12 @@ every reader renders::
     <!-- faults: watch_faults.json -->
     <!-- end -->
 
-A table lists the fields of a dataclass: name (after the prefix), type, default, and the meaning that its
-docstring gives. Results are a table of ``benchmarks/results.json``, with where it was measured; ratios are
-those of its rows that are published. Rows are a tuple of named tuples, one column per field. Faults are what
-``make watch-faults``, ``make watch-judge``, ``make hang-judge`` or ``make what-if-judge`` found, with a table
-of their own, or that of the function named after the file.
-With ``--check`` nothing is written, and the exit code is 1 when a page is out of date.
+A table lists the fields of a dataclass: name (after the prefix), type, default, and the meaning
+that its docstring gives. Results are a table of ``benchmarks/results.json``, with where it was
+measured; ratios are those of its rows that are published. Rows are a tuple of named tuples, one
+column per field. Faults are what ``make watch-faults``, ``make watch-judge``, ``make hang-judge``
+or ``make what-if-judge`` found, with a table of their own, or that of the function named after the
+file. With ``--check`` nothing is written, and the exit code is 1 when a page is out of date.
 """
 
 from __future__ import annotations
@@ -76,7 +76,12 @@ def meanings(cls: type) -> dict[str, str]:
 def as_markdown(text: str) -> str:
     """Return reStructuredText of a docstring as Markdown that stays inside a table's cell."""
     text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text)
-    for python, yaml in (("``", "`"), ("`None`", "`null`"), ("`True`", "`true`"), ("`False`", "`false`")):
+    for python, yaml in (
+        ("``", "`"),
+        ("`None`", "`null`"),
+        ("`True`", "`true`"),
+        ("`False`", "`false`"),
+    ):
         text = text.replace(python, yaml)
     return text.replace("|", r"\|")
 
@@ -123,7 +128,10 @@ def table(location: str, prefix: str) -> str:
     cls = load(location)
     explained, kinds = meanings(cls), typing.get_type_hints(cls)
     inherited = {
-        field.name for base in cls.__bases__ if base is not object for field in dataclasses.fields(base)
+        field.name
+        for base in cls.__bases__
+        if base is not object
+        for field in dataclasses.fields(base)
     }
     rows = [
         f"| `{prefix}{field.name}` | {type_name(kinds[field.name])} "
@@ -140,11 +148,15 @@ def quoted(page: Path, path: str, language: str) -> str:
 
 
 def measured(name: str) -> str:
-    """Return a table of the benchmarks' results, or for ``results.json`` the ratios that are published."""
+    """Return a table of the benchmarks' results,
+    or for ``results.json`` the ratios that are published.
+    """
     sys.path.insert(0, str(DOCS.parent / "benchmarks"))
     results = import_module("results")
     tables = json.loads(results.RESULTS.read_text())
-    found: str = results.ratios(tables) if name == "results.json" else results.markdown(tables[name])
+    found: str = (
+        results.ratios(tables) if name == "results.json" else results.markdown(tables[name])
+    )
     return found
 
 
@@ -203,7 +215,9 @@ def filled(page: Path) -> str:
 def main() -> int:
     """Write the pages, or only say which are out of date."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 if a page is out of date"
+    )
     check = parser.parse_args().check
     pages = [*sorted(DOCS.glob("*.md")), DOCS.parent / "benchmarks" / "README.md"]
     stale = [page for page in pages if filled(page) != page.read_text()]

@@ -26,7 +26,8 @@ from reader import Reader
 from verl_profiling.capture.session import Session, process_session
 from verl_profiling.testing import leaks
 
-# The same examples every time, so that no landing depends on dice; soaks and fuzzing throw their own.
+# The same examples every time, so that no landing depends on dice; soaks and fuzzing throw their
+# own.
 hypothesis.settings.register_profile("same", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("same")
 ROOT = Path(__file__).resolve().parent.parent
@@ -123,7 +124,9 @@ def session() -> Iterator[Session]:
 
 @pytest.fixture(scope="session")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
-    """Types the commands of the documentation, each once, however many tests look at what they leave."""
+    """Types the commands of the documentation, each once,
+    however many tests look at what they leave.
+    """
     return Reader(tmp_path_factory.mktemp("reader"))
 
 
@@ -132,10 +135,15 @@ RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def run_python(tmp_path: Path) -> RunPython:
-    """Run code in an interpreter of its own, in the test's folder; it must exit with that status."""
+    """Run code in an interpreter of its own, in the test's folder;
+    it must exit with that status.
+    """
 
     def run(code: str, *arguments: object, status: int = 0) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
+        }
         done = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
             cwd=tmp_path,
@@ -145,7 +153,9 @@ def run_python(tmp_path: Path) -> RunPython:
             timeout=120,
             check=False,
         )
-        assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == status, (
+            f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
         return done
 
     return run
@@ -177,7 +187,9 @@ def _ray_ends() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def stand_in_nsys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a stand-in for Nsight Systems, which the nodes of the small Ray cluster find."""
+    """The folder of a stand-in for Nsight Systems,
+    which the nodes of the small Ray cluster find.
+    """
     from tools.nsys_stand_in import install
 
     folder = tmp_path_factory.mktemp("nsys")
@@ -206,7 +218,9 @@ def ray_cluster(_ray_ends: None, stand_in_nsys: Path) -> None:
                     configure_logging=False,
                     runtime_env={"env_vars": environment},
                 )
-        except Exception:  # "timed out during startup": Ray waits for 30 s, which a busy machine may need
+        except (
+            Exception
+        ):  # "timed out during startup": Ray waits for 30 s, which a busy machine may need
             ray.shutdown()
             if not attempts_left:
                 raise
@@ -236,7 +250,10 @@ def _pool_of(cluster: str) -> Pool:
     import fleet
     import ray
 
-    plain, coroutines = ray.remote(num_cpus=0)(fleet.TrainWorker), ray.remote(num_cpus=0)(fleet.AsyncWorker)
+    plain, coroutines = (
+        ray.remote(num_cpus=0)(fleet.TrainWorker),
+        ray.remote(num_cpus=0)(fleet.AsyncWorker),
+    )
     pool = Pool(
         [plain.remote() for _ in range(3)],
         coroutines.remote(),

@@ -1,4 +1,6 @@
-"""Reports on a user's accelerator as JSON: versions, device, test results, and the cost of a capture."""
+"""Reports on a user's accelerator as JSON: versions, device, test results,
+and the cost of a capture.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,11 @@ def _device() -> dict[str, Any] | None:
     import torch
 
     if torch.cuda.is_available():
-        kind, backend, runtime = "cuda", torch.cuda, torch.version.cuda or f"ROCm {torch.version.hip}"
+        kind, backend, runtime = (
+            "cuda",
+            torch.cuda,
+            torch.version.cuda or f"ROCm {torch.version.hip}",
+        )
     else:
         try:
             torch_npu = imported("torch_npu", "npu")
@@ -102,7 +108,9 @@ def _stop_ms(kind: str) -> float | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; exit 1 without a device, or where a test failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.device_report", description=__doc__)
-    parser.add_argument("--junit", type=Path, metavar="FILE", help="the JUnit report of the device's tests")
+    parser.add_argument(
+        "--junit", type=Path, metavar="FILE", help="the JUnit report of the device's tests"
+    )
     report = device_report(parser.parse_args(argv).junit)
     print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
     return int(report["device"] is None or bool(report["tests"] and report["tests"]["failed"]))

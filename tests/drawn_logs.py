@@ -36,7 +36,9 @@ MS = 1_000_000
 def add_log(folder: Path, log: TrajectoryLog, *, rank: int = 0, clock_ns: int = 0) -> Path:
     """Write the log of an agent-loop worker and enter the worker into the step's manifest."""
     host = f"agents{rank}"
-    identity = WorkerIdentity(role="agent_loop", rank=rank, host=host, clock_domain=host, pid=100 + rank)
+    identity = WorkerIdentity(
+        role="agent_loop", rank=rank, host=host, clock_domain=host, pid=100 + rank
+    )
     path = folder / f"{identity.lane()}{LOG_SUFFIX}"
     size = write_log(path, log)
     worker = CaptureResult(
@@ -101,7 +103,9 @@ class DrawnLog:
         error: str = "",
         **facts: Fact,
     ) -> int:
-        """Add a trajectory with its spans; return its number, which is its sample unless one is given."""
+        """Add a trajectory with its spans; return its number,
+        which is its sample unless one is given.
+        """
         number = len(self.log.trajectories)
         sample = number if sample is ... else sample
         record = TrajectoryRecord(
@@ -129,11 +133,25 @@ class DrawnLog:
         number = len(self.log.spans)
         times = self.ns(begin), self.ns(end)
         self.log.spans.append(
-            SpanRecord(number, trajectory, parent, name, *times, 7, loop, failed, request, facts, still_open)
+            SpanRecord(
+                number,
+                trajectory,
+                parent,
+                name,
+                *times,
+                7,
+                loop,
+                failed,
+                request,
+                facts,
+                still_open,
+            )
         )
         return number
 
-    def block(self, begin: float, end: float, span: int = -1, function: str = "", loop: int = 0) -> None:
+    def block(
+        self, begin: float, end: float, span: int = -1, function: str = "", loop: int = 0
+    ) -> None:
         self.log.blocks.append(Block(loop, self.ns(begin), self.ns(end), span, "Task-1", function))
 
     def add_to(self, folder: Path) -> Path:
@@ -191,7 +209,9 @@ class Timeline:
         return [event for event in self.events if event.get("cat") == category]
 
     def shown(self, category: str) -> list[tuple[str, str, float, float]]:
-        """Return row, name, begin and end (ms of the step) of the slices of a category, by row and time."""
+        """Return row, name, begin and end (ms of the step) of the slices of a category,
+        by row and time.
+        """
         found = [
             (self.rows[e["tid"]], e["name"], self.ms(e["ts"]), self.ms(e["ts"] + e["dur"]))
             for e in self.of(category)
@@ -200,7 +220,11 @@ class Timeline:
 
     def counter(self, name: str) -> list[tuple[float, float]]:
         """Return instants (ms of the step) and values of a counter, in order."""
-        found = [e for e in self.events if e["ph"] == "C" and f"{e['name']} {next(iter(e['args']))}" == name]
+        found = [
+            e
+            for e in self.events
+            if e["ph"] == "C" and f"{e['name']} {next(iter(e['args']))}" == name
+        ]
         return sorted((self.ms(e["ts"]), next(iter(e["args"].values()))) for e in found)
 
     def ms(self, ts: float) -> float:

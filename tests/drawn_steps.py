@@ -1,4 +1,6 @@
-"""Makes step folders that are drawn by hand: stages and kernels in seconds after the step's begin."""
+"""Makes step folders that are drawn by hand:
+stages and kernels in seconds after the step's begin.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def engine(replica: int, *spans: tuple[float, float], **more: Any) -> Worker:
     )
 
 
-def in_group(kernel: Drawn, ranks: list[int], collective: str = "allreduce", name: str = "1") -> Kernel:
+def in_group(
+    kernel: Drawn, ranks: list[int], collective: str = "allreduce", name: str = "1"
+) -> Kernel:
     """Return a kernel that names its process group, in the words of Kineto."""
     said = {"Collective name": collective, "Process Group Name": name}
     return (*kernel, {**said, "Process Group Ranks": str(ranks), "Group size": len(ranks)})
@@ -109,7 +113,14 @@ def drawn_inputs(
         lane = identity.lane(0)
         place = {"ph": "X", "pid": 0, "tid": 7}
         events = [
-            {**place, "cat": cat, "name": name, "ts": begin * 1e6, "dur": (stop - begin) * 1e6, "args": args}
+            {
+                **place,
+                "cat": cat,
+                "name": name,
+                "ts": begin * 1e6,
+                "dur": (stop - begin) * 1e6,
+                "args": args,
+            }
             for cat, spans in (
                 ("kernel", worker.kernels),
                 ("cpu_op", worker.operators),
@@ -119,13 +130,17 @@ def drawn_inputs(
             for name, begin, stop, *rest in spans
             for args in rest or [{}]
         ]
-        peers = sum((other.role, other.replica) == (worker.role, worker.replica) for other in workers)
+        peers = sum(
+            (other.role, other.replica) == (worker.role, worker.replica) for other in workers
+        )
         info = {"world_size": peers, "pg_config": [{"ranks": ranks} for ranks in worker.groups]}
         path = folder / f"{lane}.torch.json.gz"
         content = {"baseTimeNanoseconds": BASE, "distributedInfo": info, "traceEvents": events}
         path.write_bytes(gzip.compress(json.dumps(content).encode()))
         begin, stop = (ns(at) for at in worker.recorded)
-        trace = Artifact(path=path.name, lane=lane, tool="torch", status="ok", begin_ns=begin, end_ns=stop)
+        trace = Artifact(
+            path=path.name, lane=lane, tool="torch", status="ok", begin_ns=begin, end_ns=stop
+        )
         results.append(
             CaptureResult(
                 identity=identity,
@@ -133,10 +148,13 @@ def drawn_inputs(
                 devices=worker.devices,
                 requests_logged=worker.logged,
                 pending_since_ns=[ns(since) for since in worker.pending],
-                tool_spans=[ToolSpan(name, ns(a), ns(b), stage) for name, a, b, stage in worker.tool],
+                tool_spans=[
+                    ToolSpan(name, ns(a), ns(b), stage) for name, a, b, stage in worker.tool
+                ],
                 artifacts=[trace],
                 stages=[
-                    StageSpan(name, ns(a), ns(b), depth=sum(deep)) for name, a, b, *deep in worker.stages
+                    StageSpan(name, ns(a), ns(b), depth=sum(deep))
+                    for name, a, b, *deep in worker.stages
                 ],
                 pauses=[StageSpan("gc", ns(a), ns(b)) for a, b in worker.pauses],
                 requests=[
@@ -178,7 +196,9 @@ def drawn_inputs(
 FAULTS = ("healthy", "slow rank", "long tail", "host-bound", "slow weight sync")
 
 
-def whole_step(folder: Path, *, ranks: int = 8, replicas: int = 4, fault: str = "healthy") -> Report:
+def whole_step(
+    folder: Path, *, ranks: int = 8, replicas: int = 4, fault: str = "healthy"
+) -> Report:
     """Write a GRPO step, and return its report."""
     slow = ranks * 5 // 8 if fault == "slow rank" else None
     generated = 9.0 if fault == "long tail" else 4.2
@@ -197,16 +217,22 @@ def whole_step(folder: Path, *, ranks: int = 8, replicas: int = 4, fault: str = 
         begin, stop = by_name["update_actor"]
         for part in range(6):
             first, last = (begin + (stop - begin) * edge / 6 for edge in (part, part + 1))
-            works = (last - first) * (0.92 if slow is None or rank == slow else 0.92 * 3.0 / updated)
+            works = (last - first) * (
+                0.92 if slow is None or rank == slow else 0.92 * 3.0 / updated
+            )
             kernels += _gemms(first, first + works - 0.003 * (rank % 3), gap)
             kernels.append(("ncclDevKernel_AllReduce_Sum_f32", kernels[-1][2], last))
         kernels.append(("ncclDevKernel_Broadcast", begins[-1] - 0.2, begins[-1]))
         world = list(range(ranks))
-        workers.append(Worker("actor", rank, stages=own, kernels=kernels, recorded=(0, end), groups=[world]))
+        workers.append(
+            Worker("actor", rank, stages=own, kernels=kernels, recorded=(0, end), groups=[world])
+        )
     for replica in range(replicas):
         late = fault == "long tail" and replica == replicas - 1
         stop = generated if late else 4.0 + 0.2 * replica / replicas
-        runs = [("attention", 0.1 + 0.05 * i, 0.145 + 0.05 * i) for i in range(int((stop - 0.1) / 0.05))]
+        runs = [
+            ("attention", 0.1 + 0.05 * i, 0.145 + 0.05 * i) for i in range(int((stop - 0.1) / 0.05))
+        ]
         names_of = "execute_context_0(0)_generation_8(8)"
         requests = [(0.1, 1.5 + 2.5 * i / 32, 40 + 5 * i) for i in range(32)] + [(0.1, stop, 900)]
         workers.append(

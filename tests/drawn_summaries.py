@@ -28,7 +28,8 @@ def summary(
         begin_ns=begin_ns,
         end_ns=begin_ns + round(sum(times.values()) * MS),
         loop=[RankUse(lane="controller", role="controller")],
-        workers=[RankUse(lane="agent_loop_rank0", role="agent_loop", spans=list(spans))] * bool(spans)
+        workers=[RankUse(lane="agent_loop_rank0", role="agent_loop", spans=list(spans))]
+        * bool(spans)
         + [
             RankUse(
                 lane=f"actor_rank{rank}",

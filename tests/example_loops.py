@@ -17,7 +17,9 @@ def settings(**given: Any) -> ProfilingConfig:
 
 def request(folder: Path, step: int = 1, **more: Any) -> CaptureRequest:
     """Return a request for a capture of a step into a folder."""
-    return CaptureRequest(capture_id=f"run-{step}", run_id="run", step=step, folder=str(folder), **more)
+    return CaptureRequest(
+        capture_id=f"run-{step}", run_id="run", step=step, folder=str(folder), **more
+    )
 
 
 def train(times: int = 1) -> float:

@@ -43,7 +43,11 @@ class FaultyTool(Tool):
         if not self.options.plan:
             return ""
         place = "/".join(
-            (str(destination.metadata["step"]), destination.lane, *filter(None, [destination.stage]))
+            (
+                str(destination.metadata["step"]),
+                destination.lane,
+                *filter(None, [destination.stage]),
+            )
         )
         fault: str = json.loads(Path(self.options.plan).read_text()).get(place, "")
         return fault
@@ -64,7 +68,9 @@ class _FaultyRecording(Recording):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._destination.folder))
         final = self._destination.path(FaultyTool.suffix)
         part = final.with_name(f".{final.stem}.part")
-        events = [{"ph": "X", "name": "op", "ts": n, "dur": 1, "pid": 1, "tid": 1} for n in range(50)]
+        events = [
+            {"ph": "X", "name": "op", "ts": n, "dur": 1, "pid": 1, "tid": 1} for n in range(50)
+        ]
         text = json.dumps({"traceEvents": events})
         if fault == "killed while writing":
             part.write_text(text[: len(text) // 2])

@@ -1,4 +1,6 @@
-"""Workers that tests drive: the real mixin, in this process or in Ray actors, with switches that hang it."""
+"""Workers that tests drive: the real mixin, in this process or in Ray actors,
+with switches that hang it.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,24 @@ from verl_profiling import ProfilingConfig, span, stage, trajectory
 from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply
 from verl_profiling.capture.session import process_session
 from verl_profiling.testing import shifted_clock
-from verl_profiling.workers import AgentLoopCaptureMixin, CaptureMixin, RequestLog, RolloutCaptureMixin
+from verl_profiling.workers import (
+    AgentLoopCaptureMixin,
+    CaptureMixin,
+    RequestLog,
+    RolloutCaptureMixin,
+)
 
 
-def once_all_hang(switches: Path, switch: str, workers: int, do: Callable[[], object]) -> threading.Thread:
+def once_all_hang(
+    switches: Path, switch: str, workers: int, do: Callable[[], object]
+) -> threading.Thread:
     """Start a thread that does something as soon as so many workers hang at a switch."""
 
     def wait() -> None:
         deadline = time.monotonic() + 60
-        while len(list(switches.glob(f"{switch}_hangs_*"))) < workers and time.monotonic() < deadline:
+        while (
+            len(list(switches.glob(f"{switch}_hangs_*"))) < workers and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
         do()
 
@@ -121,7 +132,9 @@ class Reborn(TrainWorker):
 
 
 class AsyncWorker(TrainWorker):
-    """As an inference server: one coroutine makes all methods of a Ray actor run on its event loop."""
+    """As an inference server: one coroutine makes all methods of a Ray actor run
+    on its event loop.
+    """
 
     async def generate(self, seconds: float = 0.05) -> str:
         with stage("generate"):
@@ -141,7 +154,9 @@ class Engine(RolloutCaptureMixin):
 
     def start_process(self) -> int:
         """Start a process through a shell, as an engine starts its core; return the id."""
-        self.shell = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE)
+        self.shell = subprocess.Popen(
+            ["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE
+        )
         assert self.shell.stdout is not None
         return int(self.shell.stdout.readline())
 
@@ -157,7 +172,10 @@ class Agents(AgentLoopCaptureMixin):
     async def run(self, engines: Sequence[Any], seconds: Sequence[float]) -> None:
         with stage("rollout"):
             await asyncio.gather(
-                *(self._trajectory(engine, own) for engine, own in zip(engines, seconds, strict=True))
+                *(
+                    self._trajectory(engine, own)
+                    for engine, own in zip(engines, seconds, strict=True)
+                )
             )
 
     async def call_tool(self, switch: Path, blocks: bool = False) -> None:

@@ -6,7 +6,9 @@ from html.parser import HTMLParser
 
 
 class Elements(HTMLParser):
-    """The elements of a page, each of which must be closed, and everything that points out of the file."""
+    """The elements of a page, each of which must be closed,
+    and everything that points out of the file.
+    """
 
     void = {"meta", "link", "input"}
 
@@ -20,7 +22,9 @@ class Elements(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.outside += [v for k, v in attrs if k in ("src", "href") and not (v or "").startswith("data:")]
+        self.outside += [
+            v for k, v in attrs if k in ("src", "href") and not (v or "").startswith("data:")
+        ]
         if tag not in self.void:
             self.open.append(tag)
 

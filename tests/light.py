@@ -1,4 +1,6 @@
-"""The light suite, ``pytest -p tests.light``: a test that needs what is not installed is skipped, by name."""
+"""The light suite, ``pytest -p tests.light``: a test
+that needs what is not installed is skipped, by name.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 
 DISPENSABLE = ("torch", "ray", "transformers", "matplotlib", "tensorboard", "viztracer", "nvtx")
-# In what a test says when it fails: its own import may be meant, or one of a process that it started.
+# In what a test says when it fails: its own import may be meant, or one of a process that it
+# started.
 _ABSENT = re.compile(rf"No module named '({'|'.join(DISPENSABLE)})\b|\bneeds (torch)\b")
 
 

@@ -34,21 +34,37 @@ def find(version: str) -> Path | None:
     on_path = shutil.which(f"python{version}")
     for path in (*([Path(on_path)] if on_path else []), *installed):
         # pyenv leaves a shim on PATH for versions that are not chosen.
-        if subprocess.run([path, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0:
+        if (
+            subprocess.run([path, "-c", "import venv, ensurepip"], capture_output=True).returncode
+            == 0
+        ):
             return path
     return None
 
 
 def no_torch(python: Path) -> str:
-    """Return why an interpreter gets no torch without CUDA, or no Ray, from this index; empty if it does."""
-    command = ["-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--only-binary=:all:"]
+    """Return why an interpreter gets no torch without CUDA, or no Ray, from this index;
+    empty if it does.
+    """
+    command = [
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--ignore-installed",
+        "--no-deps",
+        "--only-binary=:all:",
+    ]
     asked = ["--quiet", "--report", "-", "-r", "requirements/torch-cpu.txt", "ray"]
     done = subprocess.run([python, *command, *asked], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         return (done.stderr.strip().splitlines() or ["pip failed"])[-1]
     packages = json.loads(done.stdout)["install"]
     needs = [
-        need for one in packages for need in one["metadata"].get("requires_dist", []) if "extra" not in need
+        need
+        for one in packages
+        for need in one["metadata"].get("requires_dist", [])
+        if "extra" not in need
     ]
     cuda = sorted(need.split()[0] for need in needs if need.startswith(("nvidia-", "cuda-")))
     return f"this index has torch with CUDA only: {', '.join(cuda)}" if cuda else ""
@@ -58,7 +74,13 @@ def run(python: Path, name: str, arguments: Sequence[str]) -> str:
     """Build an environment by the Makefile's rule, unless it is there, and run pytest in it."""
     if subprocess.run(["make", f"{name}/.ready", f"PYTHON={python}"], cwd=ROOT).returncode:
         return "FAILED: its environment cannot be built"
-    command = [ROOT / name / "bin" / "python", "-m", "pytest", "-q", "--continue-on-collection-errors"]
+    command = [
+        ROOT / name / "bin" / "python",
+        "-m",
+        "pytest",
+        "-q",
+        "--continue-on-collection-errors",
+    ]
     done = subprocess.run([*command, *arguments], cwd=ROOT)
     return "passed" if done.returncode == 0 else f"FAILED: pytest exits with {done.returncode}"
 

@@ -47,7 +47,9 @@ def summary(
                 noise.lognormvariate(0, 0.02) if noise else 1 + rank / 1e3
             )
             own_ns = int(usual * factor * MS)
-            use = RankUse(lane=lane, role=role, rank=rank, replica=rank if role == "rollout" else None)
+            use = RankUse(
+                lane=lane, role=role, rank=rank, replica=rank if role == "rollout" else None
+            )
             lanes.setdefault(lane, (use, {}))[1][stage] = [(now_ns, now_ns + own_ns)]
             longest = max(longest, own_ns)
         duration_ns = MS + (longest or int(usual * MS))

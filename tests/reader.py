@@ -1,4 +1,6 @@
-"""A reader, who types the commands of the documentation one after the other into a folder that was empty."""
+"""A reader, who types the commands of the documentation one after the other into a folder
+that was empty.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,30 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
-RUNNABLE = {"python": [sys.executable], "verl-profiling": [sys.executable, "-m", "verl_profiling.cli"]}
+RUNNABLE = {
+    "python": [sys.executable],
+    "verl-profiling": [sys.executable, "-m", "verl_profiling.cli"],
+}
 PROFILED = ("profiling=e2e", "profiling.schedule.steps=[2,3]")
 TRAIN = ("python", "-m", "recipes.grpo_tiny.train")
-BY_STAGE = ("profiling=discrete", "profiling.schedule.every=10", "steps=20", "output_dir=outputs/every_10")
-# Commands of the pages, by mode and engine: what they leave is looked at by the tests of the recipe, too.
+BY_STAGE = (
+    "profiling=discrete",
+    "profiling.schedule.every=10",
+    "steps=20",
+    "output_dir=outputs/every_10",
+)
+# Commands of the pages, by mode and engine: what they leave is looked at by the tests of the
+# recipe, too.
 SHARED = {
     ("e2e", "transformers"): (*TRAIN, *PROFILED),
     ("discrete", "transformers"): (*TRAIN, *BY_STAGE),
-    ("e2e", "vllm"): (*TRAIN, "rollout.engine=vllm", "steps=10", *PROFILED, "output_dir=outputs/vllm"),
+    ("e2e", "vllm"): (
+        *TRAIN,
+        "rollout.engine=vllm",
+        "steps=10",
+        *PROFILED,
+        "output_dir=outputs/vllm",
+    ),
     ("e2e", "sglang"): (
         f"PYTHONPATH={ROOT}:{ROOT}/recipes/sglang_cpu",
         *(*TRAIN, "rollout.engine=sglang", "steps=10", *PROFILED, "output_dir=outputs/sglang"),
@@ -60,7 +77,9 @@ class Reader:
         return self._wrote[tuple(words)]
 
     def output_of(self, mode: str, engine: str) -> Path:
-        """Return a copy of the output folder of the recipe as the pages' command of that kind left it."""
+        """Return a copy of the output folder of the recipe as the pages' command of
+        that kind left it.
+        """
         self.written_by(SHARED[mode, engine])
         return self._kept / f"{mode}-{engine}"
 
@@ -69,7 +88,12 @@ class Reader:
         done = subprocess.run(
             [*RUNNABLE[program], *arguments],
             cwd=self._page,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **assignments(words)},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                **assignments(words),
+            },
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -83,7 +107,9 @@ class Reader:
 
 
 def run_module(*arguments: object) -> str:
-    """Run ``python -m`` with these arguments, where SGLang finds its stand-ins; return what it printed."""
+    """Run ``python -m`` with these arguments, where SGLang finds its stand-ins;
+    return what it printed.
+    """
     path = os.pathsep.join([str(ROOT / "recipes" / "sglang_cpu"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-m", *map(str, arguments)],

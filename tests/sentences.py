@@ -27,7 +27,9 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield the line and text of what is logged or raised; a value counts as one word."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and re.match(r"(logger\.)|(\w*Error$)", ast.unparse(node.func)):
+        if isinstance(node, ast.Call) and re.match(
+            r"(logger\.)|(\w*Error$)", ast.unparse(node.func)
+        ):
             for value in node.args:
                 parts = value.values if isinstance(value, ast.JoinedStr) else [value]
                 text = [

@@ -1,4 +1,5 @@
-"""Size and density of the package: ``python -m tests.size``; exits 1 above a ceiling of ``pyproject.toml``.
+"""Size and density of the package: ``python -m tests.size``; exits 1 above a ceiling of
+``pyproject.toml``.
 
 Tokens are counted without comments, docstrings and line ends, so packing lines changes nothing.
 A branch is an ``if``, ``for``, ``while``, ``except``, conditional expression, ``case``, each
@@ -25,7 +26,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "verl_profiling"
 LARGE_TOKENS = 3_000  # a module above it was found to hold two subjects
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-SINGLE_BRANCHES = (*(ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.IfExp, ast.match_case),)
+SINGLE_BRANCHES = (
+    *(ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.IfExp, ast.match_case),
+)
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),
@@ -70,7 +73,9 @@ def branches_of(function: ast.AST) -> int:
 
 
 def measured() -> tuple[dict[str, int], list[str]]:
-    """Return tokens by wing with the figures of the package, and the functions with most branches."""
+    """Return tokens by wing with the figures of the package,
+    and the functions with most branches.
+    """
     wings: Counter[str] = Counter()
     figures: Counter[str] = Counter()
     functions: list[tuple[int, str]] = []
@@ -93,7 +98,9 @@ def measured() -> tuple[dict[str, int], list[str]]:
                 figures["functions over 20 branches"] += branches > 20
                 functions.append((branches, f"{inside}:{node.name} {branches}"))
     # In hundredths, as ceilings are integers.
-    figures["nested expressions per 100,000 tokens"] = 100_000 * figures.pop("nested") // figures["tokens"]
+    figures["nested expressions per 100,000 tokens"] = (
+        100_000 * figures.pop("nested") // figures["tokens"]
+    )
     most = [name for _, name in sorted(functions, reverse=True)[:8]]
     return {**wings, **figures}, most
 
@@ -122,7 +129,9 @@ class EnteredModules:
 
 
 def loop_modules(settings: dict[str, object], noted_steps: range) -> int:
-    """Return how many modules some steps of a loop with one local worker enter, on all its threads."""
+    """Return how many modules some steps of a loop with one local worker enter,
+    on all its threads.
+    """
     from verl_profiling import ProfilingCallback, stage
     from verl_profiling.workers import CaptureMixin
 

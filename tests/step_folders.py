@@ -107,12 +107,16 @@ def _record(stage: str, work: Callable[[], None]) -> Recording:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return Recording(path.read_text(), begin, end, StageSpan(stage, stage_begin, stage_end, thread=7))
+        return Recording(
+            path.read_text(), begin, end, StageSpan(stage, stage_begin, stage_end, thread=7)
+        )
 
 
 @cache
 def recordings() -> dict[str, Recording]:
-    """Return a rollout and two training ranks, recorded once per test run where that is possible."""
+    """Return a rollout and two training ranks,
+    recorded once per test run where that is possible.
+    """
     if importlib.util.find_spec("torch") is None:
         return msgspec.json.decode(gzip.decompress(STORED.read_bytes()), type=dict[str, Recording])
     return _recorded()
@@ -133,12 +137,17 @@ def build_step(run: Path, *, step: int = STEP, mode: str = "e2e", rank1_clock_ns
     folder = run / step_folder_name(step)
     folder.mkdir(parents=True)
     taken = recordings()
-    begin, end = taken["rollout0_rank0"].begin_ns - 1_000_000, taken["actor_rank1"].end_ns + 1_000_000
+    begin, end = (
+        taken["rollout0_rank0"].begin_ns - 1_000_000,
+        taken["actor_rank1"].end_ns + 1_000_000,
+    )
     workers = [
         _write_worker(folder, lane, mode, step, rank1_clock_ns if lane == "actor_rank1" else 0)
         for lane in WORKERS
     ]
-    rollout, rank0, rank1 = (taken[lane] for lane in ("rollout0_rank0", "actor_rank0", "actor_rank1"))
+    rollout, rank0, rank1 = (
+        taken[lane] for lane in ("rollout0_rank0", "actor_rank0", "actor_rank1")
+    )
     manifest = Manifest(
         run_id="run",
         capture_id=f"run-{step}",
@@ -188,7 +197,9 @@ def with_facts(folder: Path) -> Path:
     """Add two requests, and the peaks and the cost of actor rank 0, to a step."""
     begin = read_manifest(folder).begin_ns
     requests = [
-        Request(replica=0, begin_ns=begin, end_ns=begin + 200_000, prompt_tokens=4, response_tokens=9),
+        Request(
+            replica=0, begin_ns=begin, end_ns=begin + 200_000, prompt_tokens=4, response_tokens=9
+        ),
         Request(
             replica=0,
             begin_ns=begin + 50_000,
@@ -248,7 +259,9 @@ def _write_worker(folder: Path, lane: str, mode: str, step: int, clock_ns: int) 
                 end_ns=recording.end_ns + clock_ns,
             )
         ],
-        stages=[StageSpan(own.name, own.begin_ns + clock_ns, own.end_ns + clock_ns, thread=own.thread)],
+        stages=[
+            StageSpan(own.name, own.begin_ns + clock_ns, own.end_ns + clock_ns, thread=own.thread)
+        ],
     )
 
 

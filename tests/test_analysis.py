@@ -1,4 +1,6 @@
-"""The Python way into a capture: steps, reports, lanes, frames, timelines, in a notebook and on bad input."""
+"""The Python way into a capture: steps, reports, lanes, frames, timelines,
+in a notebook and on bad input.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def test_a_run_has_its_settings(tmp_path: Path) -> None:
     """What a real run left is there; a file that is none is named."""
     from verl_profiling import ProfilingCallback
 
-    callback = ProfilingCallback({"enable": True, "tool": "spans", "save_path": str(tmp_path / "run")})
+    callback = ProfilingCallback(
+        {"enable": True, "tool": "spans", "save_path": str(tmp_path / "run")}
+    )
     callback.on_train_begin()
     callback.on_step_begin(1)
     callback.on_step_end()
@@ -73,7 +77,9 @@ def test_a_run_has_its_settings(tmp_path: Path) -> None:
 
 
 def test_several_steps_are_several_timelines(tmp_path: Path) -> None:
-    """Plain traces of two steps share a folder and do not share a file; asked for one step, it lists them."""
+    """Plain traces of two steps share a folder and do not share a file; asked for one step,
+    it lists them.
+    """
     for number in (1, 2):
         name = f"actor_rank0_step{number}.json.gz"
         (tmp_path / name).write_bytes((DATA / "megatron_tp2_rank0.json.gz").read_bytes())
@@ -82,7 +88,9 @@ def test_several_steps_are_several_timelines(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for number in (1, 2):
         build_step(run, step=number)
-    with pytest.raises(ConfigError, match=r"path: .*run holds 2 steps; give one, e\.g\. .*step_000002"):
+    with pytest.raises(
+        ConfigError, match=r"path: .*run holds 2 steps; give one, e\.g\. .*step_000002"
+    ):
         open_step(run)
 
 
@@ -115,7 +123,9 @@ def test_frames_hold_the_numbers_of_the_report(
     frame, empty = full.to_frame(name), bare.to_frame(name)
     assert list(frame.columns) == list(empty.columns)
     assert frame.columns[0] == "step"
-    assert (frame.dtypes.drop(object_columns(frame)) == empty.dtypes.drop(object_columns(frame))).all()
+    assert (
+        frame.dtypes.drop(object_columns(frame)) == empty.dtypes.drop(object_columns(frame))
+    ).all()
     rows = [] if name == "requests" else TABLES[name].rows(full.report())
     if name == "requests":
         assert frame["latency_us"].tolist() == [200.0, 100.0]
@@ -127,7 +137,9 @@ def test_frames_hold_the_numbers_of_the_report(
         assert len(frame) == len(rows)
         assert set(frame["step"]) <= {STEP}
     if name == "workers":
-        causes = frame[[column for column in frame.columns if column.startswith("lost_")]].sum(axis=1)
+        causes = frame[[column for column in frame.columns if column.startswith("lost_")]].sum(
+            axis=1
+        )
         pandas.testing.assert_series_equal(causes, frame["idle_us"], check_names=False)
         assert frame["replica"].isna().tolist() == [True, True, False]
 
@@ -155,7 +167,9 @@ def test_requests_read_no_trace(tmp_path: Path) -> None:
         trace.write_bytes(b"damaged")
     begin = read_manifest(folder).begin_ns
     facts = {"replica": 0, "begin_ns": begin, "end_ns": begin + 1000, "prompt_tokens": 7}
-    rewrite_worker(folder, "rollout0", requests=[Request(response_tokens=n, **facts) for n in range(5_000)])
+    rewrite_worker(
+        folder, "rollout0", requests=[Request(response_tokens=n, **facts) for n in range(5_000)]
+    )
     frame = open_step(folder).to_frame("requests")
     assert int(frame["response_tokens"].sum()) == 5_000 * 4_999 // 2
 

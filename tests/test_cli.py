@@ -1,4 +1,6 @@
-"""The command line and the server of ``view``: what they print or serve, where, with which exit code."""
+"""The command line and the server of ``view``: what they print or serve, where,
+with which exit code.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     assert "step 12" in done.stdout
 
 
-def test_merge_options_reach_the_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_merge_options_reach_the_timeline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The summary says what was left out; a size that cannot be met is said with exit code 1."""
     folder = build_step(tmp_path)
     slim = ["--stage", "rollout", "--ranks", "0", "--min-us", "1", "--max-bytes", "1M"]
@@ -53,7 +57,10 @@ def test_merge_options_reach_the_timeline(tmp_path: Path, capsys: pytest.Capture
     [path] = folder.glob("timeline*")
     assert path.name.startswith("timeline.ranks_0.stages_rollout.min_us_1")
     assert main(["merge", str(folder), "--max-bytes", "100"]) == EXIT_FINDING
-    assert "timeline.max_bytes_100.json.gz: larger than --max-bytes 100 bytes: " in capsys.readouterr().err
+    assert (
+        "timeline.max_bytes_100.json.gz: larger than --max-bytes 100 bytes: "
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,19 +100,27 @@ def test_a_number_that_makes_no_sense_is_refused(
         assert f"{option}: {value!r} is not a" in capsys.readouterr().err
 
 
-def test_what_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By the name that was asked for, and not by that of a temporary file."""
     wanted = tmp_path / "no" / "out.json.gz"
     assert main(["merge", str(build_step(tmp_path)), "-o", str(wanted)]) == EXIT_BAD_INPUT
-    assert capsys.readouterr().err == f"verl-profiling: error: {wanted}: No such file or directory\n"
+    assert (
+        capsys.readouterr().err == f"verl-profiling: error: {wanted}: No such file or directory\n"
+    )
 
 
 @contextmanager
 def viewed(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """Run ``view`` on a free port; yield the process, and the addresses of the timeline and of the report."""
+    """Run ``view`` on a free port; yield the process,
+    and the addresses of the timeline and of the report.
+    """
     pytest.importorskip("viztracer")
     command = [*CLI, "view", str(folder), "--no-browser", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield process, [process.stdout.readline().split()[-1] for _ in range(2)]
         finally:
@@ -135,7 +150,9 @@ def test_view_serves_nothing_that_lay_in_the_folder_already(tmp_path: Path, kind
     stranger.write_text("<script>steal()</script>")
     names = ["report.html", "timeline.json.gz"] if kind == "a link" else ["report.html"]
     for name in names:
-        shutil.copy(stranger, folder / name) if kind == "a file" else (folder / name).symlink_to(stranger)
+        shutil.copy(stranger, folder / name) if kind == "a file" else (folder / name).symlink_to(
+            stranger
+        )
     with viewed(folder) as (_, (timeline, report)):
         page = fetched(report)
         trace = fetched(timeline.partition("url=")[2])
@@ -154,7 +171,9 @@ def test_every_command_runs_in_an_ascii_locale_without_torch_and_ray(tmp_path: P
     log = WatchLog(run)
     for number in range(4):
         log(summary(number, {"r\u00f6llout": 5000 + number}))
-    (tmp_path / "k\u00f6nfig.yaml").write_text("enable: true\nsave_path: l\u00e4uft\n", encoding="utf-8")
+    (tmp_path / "k\u00f6nfig.yaml").write_text(
+        "enable: true\nsave_path: l\u00e4uft\n", encoding="utf-8"
+    )
     commands = [
         ["report", str(run), "--save", "--csv", str(tmp_path / "csv")],
         ["report", folders[0], "--all"],
@@ -167,8 +186,10 @@ def test_every_command_runs_in_an_ascii_locale_without_torch_and_ray(tmp_path: P
         ["doctor"],
     ]
     program = (
-        "import sys\nfrom itertools import groupby\nsys.modules.update(torch=None, ray=None, vllm=None)\n"
-        "from verl_profiling.cli import main\ngiven = groupby(sys.argv[1:], key=lambda word: word == ';')\n"
+        "import sys\nfrom itertools import groupby\nsys.modules.update(torch=None, ray=None, "
+        "vllm=None)\n"
+        "from verl_profiling.cli import main\ngiven = groupby(sys.argv[1:], key=lambda word: "
+        "word == ';')\n"
         "print([main(list(words)) for ends, words in given if not ends])"
     )
     given = [word for command in commands for word in (*command, ";")]
@@ -184,7 +205,9 @@ def test_every_command_runs_in_an_ascii_locale_without_torch_and_ray(tmp_path: P
     assert "? Lanes" in printed
 
 
-def test_trigger_says_that_a_step_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trigger_says_that_a_step_is_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = build_step(tmp_path / "run")
     assert main(["trigger", str(folder)]) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
@@ -200,10 +223,15 @@ def _led_out(path: Path) -> None:
     path.symlink_to("/etc/hostname")
 
 
-@pytest.mark.parametrize("harm", [_cut, Path.unlink, _led_out], ids=["cut off", "deleted", "refused"])
+@pytest.mark.parametrize(
+    "harm", [_cut, Path.unlink, _led_out], ids=["cut off", "deleted", "refused"]
+)
 @pytest.mark.parametrize("command", [["merge"], ["report"]], ids=" ".join)
 def test_an_artifact_that_cannot_be_used_is_a_finding(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str], harm: Callable[[Path], None]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    harm: Callable[[Path], None],
 ) -> None:
     """It is named, the others are used, and the exit code is 1, of a run and of its step."""
     folder = build_step(tmp_path / "run")
@@ -258,12 +286,18 @@ def test_files_and_ui_are_served(offline: TimelineServer) -> None:
 
 def test_the_online_ui_may_fetch_the_timeline(online: TimelineServer) -> None:
     assert get(online.address("timeline.json.gz")) == (b"timeline", "https://ui.perfetto.dev")
-    assert online.timeline_address("t").startswith("https://ui.perfetto.dev/#!/?url=http://127.0.0.1:")
+    assert online.timeline_address("t").startswith(
+        "https://ui.perfetto.dev/#!/?url=http://127.0.0.1:"
+    )
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:9001", "127.0.0.1.evil.example:80", ""])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:9001", "127.0.0.1.evil.example:80", ""]
+)
 def test_a_page_under_another_name_gets_nothing(online: TimelineServer, host: str) -> None:
-    """DNS rebinding: the browser believes that this server is the page's own, and says so in Host."""
+    """DNS rebinding: the browser believes that this server is the page's own,
+    and says so in Host.
+    """
     request = urllib.request.Request(online.address("timeline.json.gz"), headers={"Host": host})
     with pytest.raises(urllib.error.HTTPError, match="421"):
         urllib.request.urlopen(request, timeout=60)
@@ -293,9 +327,10 @@ def test_a_timeline_that_was_replaced_is_not_served(
     with served(tmp_path, None) as server:
         assert get(server.address(timeline.name))[0] == b"timeline"
         timeline.unlink()
-        {"link": lambda: timeline.symlink_to("/etc/hostname"), "pipe": lambda: os.mkfifo(timeline)}.get(
-            kind, timeline.mkdir
-        )()
+        {
+            "link": lambda: timeline.symlink_to("/etc/hostname"),
+            "pipe": lambda: os.mkfifo(timeline),
+        }.get(kind, timeline.mkdir)()
         with pytest.raises(urllib.error.HTTPError, match="404"):
             get(server.address(timeline.name))
         assert get(server.address("report.html"))[0] == b"report"

@@ -1,4 +1,6 @@
-"""``check`` names all damage, and one step's damage costs that step alone: the other steps are used."""
+"""``check`` names all damage, and one step's damage costs that step alone:
+the other steps are used.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, NsysRange, RunInfo, StageSpan
 from verl_profiling.report.check import check
 from verl_profiling.run_files import read_manifest, write_json_atomically
-from verl_profiling.trajectory_log import Block, LoopRecord, SpanRecord, TrajectoryLog, TrajectoryRecord
+from verl_profiling.trajectory_log import (
+    Block,
+    LoopRecord,
+    SpanRecord,
+    TrajectoryLog,
+    TrajectoryRecord,
+)
 
 Damage = Callable[[Path], object]
 
@@ -47,7 +55,9 @@ def _typed_wrongly(path: Path) -> None:
 
 
 DAMAGES: dict[str, Damage] = {
-    "no UTF-8": lambda path: path.write_bytes(path.read_bytes().replace(b'"run_id": "', b'"run_id": "\xff')),
+    "no UTF-8": lambda path: path.write_bytes(
+        path.read_bytes().replace(b'"run_id": "', b'"run_id": "\xff')
+    ),
     "torn": lambda path: path.write_bytes(path.read_bytes()[:200]),
     "empty": lambda path: path.write_bytes(b""),
     "a list": lambda path: path.write_text("[]"),
@@ -74,8 +84,12 @@ def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return run
 
 
-def test_a_damaged_step_costs_itself_alone(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By every command and in Python the others are used, and it is named; by itself it is bad input."""
+def test_a_damaged_step_costs_itself_alone(
+    damaged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By every command and in Python the others are used, and it is named;
+    by itself it is bad input.
+    """
     for command in ("merge", "report", "check"):
         assert main([command, str(damaged)]) == 1, command
         printed = capsys.readouterr()
@@ -125,11 +139,15 @@ def test_collect_goes_on_behind_a_bad_manifest_and_a_torn_note(
     for number in (1, 2):
         folder = tmp_path / f"step_{number:06d}"
         folder.mkdir(parents=True)
-        noted = NsysRange(number=number, folder=folder.name, artifact="a.nsys-rep", begin_ns=1, end_ns=2)
+        noted = NsysRange(
+            number=number, folder=folder.name, artifact="a.nsys-rep", begin_ns=1, end_ns=2
+        )
         lines.append(msgspec.json.encode(noted))
     (tmp_path / "step_000001" / MANIFEST_NAME).write_text("{")
     (tmp_path / "nsys").mkdir()
-    (tmp_path / "nsys" / "actor.7.ranges.jsonl").write_bytes(b"\n".join(lines) + b'\n{"number": 3, "fol')
+    (tmp_path / "nsys" / "actor.7.ranges.jsonl").write_bytes(
+        b"\n".join(lines) + b'\n{"number": 3, "fol'
+    )
     for number in (1, 2):
         (tmp_path / "nsys" / f"actor.7.{number}.nsys-rep").write_text("report")
     assert main(["collect", str(tmp_path)]) == 1
@@ -155,7 +173,9 @@ def statuses(path: Path) -> dict[str, str]:
         (lambda path: path.write_bytes(path.read_bytes()[:-1000]), "truncated"),
         (lambda path: path.write_bytes(b"\x1f\x8b" + path.read_bytes()[40:]), "unreadable"),
         (
-            lambda path: path.write_bytes(gzip.compress(b'{"baseTimeNanoseconds":1,"traceEvents":[]}')),
+            lambda path: path.write_bytes(
+                gzip.compress(b'{"baseTimeNanoseconds":1,"traceEvents":[]}')
+            ),
             "empty",
         ),
     ],
@@ -173,7 +193,9 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: object, status: str) 
 
 @pytest.mark.parametrize("status", ["empty", "failed"])
 @pytest.mark.parametrize("on_disk", [True, False])
-def test_what_the_manifest_knows_is_said_with_its_reason(tmp_path: Path, status: str, on_disk: bool) -> None:
+def test_what_the_manifest_knows_is_said_with_its_reason(
+    tmp_path: Path, status: str, on_disk: bool
+) -> None:
     """A window that was never reached left no file: that is `empty` and why, not `missing`."""
     folder = build_step(tmp_path)
     [artifact] = read_manifest(folder).workers[0].artifacts
@@ -238,7 +260,14 @@ def test_a_watch_log_that_cannot_be_read_costs_its_own_numbers(
     """A folder, links in a circle, or a pipe: each command goes on, and names the log."""
     step = build_step(tmp_path / "run")
     harm(step.parent / "watch.jsonl")
-    for command in (["check"], ["report"], ["report", "--save"], ["merge"], ["what-if"], ["diff", step]):
+    for command in (
+        ["check"],
+        ["report"],
+        ["report", "--save"],
+        ["merge"],
+        ["what-if"],
+        ["diff", step],
+    ):
         code = main([command[0], str(step.parent), *map(str, command[1:])])
         printed = "".join(capsys.readouterr())
         assert code in (0, 1), command
@@ -255,7 +284,8 @@ GROWTH = """
     for folder in sys.argv[1:]:
         for command in ("check", "report", "what-if"):
             assert main([command, folder]) in (0, 1), command
-        print(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1], file=sys.stderr)
+        status = Path("/proc/self/status").read_text()
+        print(re.search(r"VmHWM:\\s*(\\d+) kB", status)[1], file=sys.stderr)
 """
 
 
@@ -265,7 +295,9 @@ GROWTH = """
 def test_what_is_nested_takes_memory_for_itself_alone(
     tmp_path: Path, run_python: RunPython, kind: str
 ) -> None:
-    """At most ten bytes for each unpacked byte, however deep, with names and times drawn by chance."""
+    """At most ten bytes for each unpacked byte, however deep,
+    with names and times drawn by chance.
+    """
     plain, step = build_step(tmp_path / "plain"), build_step(tmp_path / "run")
     chance = random.Random(kind)
     count, names = chance.randrange(15_000, 20_000), chance.choice((1, 5, 20_000))
@@ -281,15 +313,22 @@ def test_what_is_nested_takes_memory_for_itself_alone(
         blocks = []
         if kind == "spans that block":
             times = [
-                range(begin_ns + 10_000 * at, begin_ns + 10_000 * at + 9_999, 3_333) for at in range(count)
+                range(begin_ns + 10_000 * at, begin_ns + 10_000 * at + 9_999, 3_333)
+                for at in range(count)
             ]
             parts = [
-                (name, begin, middle) for (name, *_), (begin, middle, *_) in zip(parts, times, strict=True)
+                (name, begin, middle)
+                for (name, *_), (begin, middle, *_) in zip(parts, times, strict=True)
             ]
-            blocks = [Block(0, middle, end, at, "t", "") for at, (_, middle, end, *_) in enumerate(times)]
+            blocks = [
+                Block(0, middle, end, at, "t", "") for at, (_, middle, end, *_) in enumerate(times)
+            ]
             end_ns = times[-1][-1]
         parents = [-1 if blocks else at - 1 for at in range(count)]
-        spans = [SpanRecord(at, 0, parents[at], *part, 7, 0, False, "", {}) for at, part in enumerate(parts)]
+        spans = [
+            SpanRecord(at, 0, parents[at], *part, 7, 0, False, "", {})
+            for at, part in enumerate(parts)
+        ]
         whole = TrajectoryRecord(0, "g", 0, begin_ns, end_ns, "done", 0, "", {})
         log = TrajectoryLog(
             lane="agent_loop_rank0", begin_ns=begin_ns, end_ns=end_ns, spans=spans, blocks=blocks
@@ -298,6 +337,8 @@ def test_what_is_nested_takes_memory_for_itself_alone(
         add_log(step, log)
     before, after = map(int, run_python(GROWTH, plain, step).stderr.splitlines()[-2:])
     files = [path for path in step.iterdir() if path.is_file()]
-    unpacked = sum(len(gzip.decompress(path.read_bytes())) for path in files if path.suffix == ".gz")
+    unpacked = sum(
+        len(gzip.decompress(path.read_bytes())) for path in files if path.suffix == ".gz"
+    )
     unpacked += sum(path.stat().st_size for path in files if path.suffix != ".gz")
     assert 1024 * (after - before) <= 10 * unpacked

@@ -1,4 +1,6 @@
-"""The wheel and the source distribution, each installed into an empty environment: ``make test-package``."""
+"""The wheel and the source distribution, each installed into an empty environment:
+``make test-package``.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +59,18 @@ class Other(SearchPathPlugin):
 
 
 def run(command: Sequence[str | Path], cwd: Path) -> str:
-    """Run a command as a user would, with nothing on the path but what is installed; return its output."""
+    """Run a command as a user would, with nothing on the path but what is installed;
+    return its output.
+    """
     environment = {
         "PATH": "/usr/bin:/bin",
         "HOME": os.environ["HOME"],
         "LC_ALL": "C.UTF-8",
         **_pip_settings(),
     }
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -83,13 +89,17 @@ def installed(path: str) -> str:
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What ``python -m build`` makes of the files that are here."""
     folder = tmp_path_factory.mktemp("dist")
-    subprocess.run([sys.executable, "-m", "build", "--outdir", folder, ROOT], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--outdir", folder, ROOT], check=True, capture_output=True
+    )
     return {kind: path for kind, suffix in SUFFIXES.items() for path in folder.glob(f"*{suffix}")}
 
 
 @pytest.fixture(scope="module", params=SUFFIXES)
 def bin_folder(
-    request: pytest.FixtureRequest, distributions: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    distributions: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """The commands of an environment that holds one of them, and nothing else."""
     folder = tmp_path_factory.mktemp(f"empty-{request.param}")
@@ -98,8 +108,12 @@ def bin_folder(
     return folder / "env" / "bin"
 
 
-def test_an_empty_environment_gets_the_package_and_no_framework(bin_folder: Path, tmp_path: Path) -> None:
-    """Modules, data files, plugin and version are there; neither tests nor recipes are, nor torch."""
+def test_an_empty_environment_gets_the_package_and_no_framework(
+    bin_folder: Path, tmp_path: Path
+) -> None:
+    """Modules, data files, plugin and version are there;
+    neither tests nor recipes are, nor torch.
+    """
     facts = json.loads(run([bin_folder / "python", "-c", FACTS], tmp_path))
     assert Path(facts["module"]).is_relative_to(bin_folder.parent)
     assert facts["version"] == verl_profiling.__version__
@@ -116,7 +130,9 @@ def test_an_empty_environment_gets_the_package_and_no_framework(bin_folder: Path
 
 
 def test_its_commands_read_a_step(bin_folder: Path, tmp_path: Path) -> None:
-    """From ``--help`` to a page that carries its style and its script, of a step that was recorded."""
+    """From ``--help`` to a page that carries its style and its script,
+    of a step that was recorded.
+    """
     command = bin_folder / "verl-profiling"
     step = build_step(tmp_path / "run")
     assert "usage: verl-profiling" in run([command, "--help"], tmp_path)
@@ -132,28 +148,45 @@ def test_its_commands_read_a_step(bin_folder: Path, tmp_path: Path) -> None:
         assert (PACKAGE / "report" / "page" / name).read_text().strip()[:200] in page
 
 
-def test_the_source_distribution_holds_what_tests_and_docs_need(distributions: dict[str, Path]) -> None:
+def test_the_source_distribution_holds_what_tests_and_docs_need(
+    distributions: dict[str, Path],
+) -> None:
     """All that is under version control, so that a packager can build, test and read it."""
     with tarfile.open(distributions["sdist"]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
-    for name in ("LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "setup.cfg"):
+    for name in (
+        "LICENSE",
+        "README.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "Makefile",
+        "setup.cfg",
+    ):
         assert name in names
     folders = ("benchmarks", "docs", "recipes", "requirements", "tests", "verl_profiling")
     done = subprocess.run(
         ["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    listed = done.stdout.split() if done.returncode == 0 else ["tests/conftest.py", "tests/data/README.md"]
+    listed = (
+        done.stdout.split()
+        if done.returncode == 0
+        else ["tests/conftest.py", "tests/data/README.md"]
+    )
     assert [name for name in listed if (ROOT / name).exists() and name not in names] == []
     assert not [name for name in names if "__pycache__" in name or "node_modules" in name]
 
 
-def test_a_hydra_application_finds_the_group_without_a_search_path(bin_folder: Path, tmp_path: Path) -> None:
+def test_a_hydra_application_finds_the_group_without_a_search_path(
+    bin_folder: Path, tmp_path: Path
+) -> None:
     """Installed from either file, beside another plugin."""
     run([bin_folder / "pip", "install", "-q", "hydra-core"], tmp_path)
     assert_finds_the_group(bin_folder, tmp_path)
 
 
-def test_an_editable_install_finds_the_group_too(distributions: dict[str, Path], tmp_path: Path) -> None:
+def test_an_editable_install_finds_the_group_too(
+    distributions: dict[str, Path], tmp_path: Path
+) -> None:
     """As a checkout is installed for development."""
     with tarfile.open(distributions["sdist"]) as sdist:
         sdist.extractall(tmp_path, filter="data")

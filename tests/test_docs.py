@@ -1,4 +1,6 @@
-"""The pages under docs/: what is generated is up to date, and they read on GitHub as well as on the site."""
+"""The pages under docs/: what is generated is up to date,
+and they read on GitHub as well as on the site.
+"""
 
 from __future__ import annotations
 
@@ -55,12 +57,18 @@ def test_tables_are_up_to_date() -> None:
     make_tables = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(make_tables)
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, str(SCRIPT), "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     options = [cls for name in TOOLS if (cls := load_tool(name).options_class) is not NoOptions]
     expected = {group for cls in (ProfilingConfig, *options) for group in groups(cls)}
-    shown = {make_tables.load(location) for page in PAGES for location in make_tables.tables_in(page)}
+    shown = {
+        make_tables.load(location) for page in PAGES for location in make_tables.tables_in(page)
+    }
     assert expected <= shown
 
 
@@ -68,7 +76,9 @@ def test_tables_are_up_to_date() -> None:
     "page", [page for page in PAGES if page.name not in FOR_THE_SITE], ids=lambda page: page.name
 )
 def test_page_reads_on_github(page: Path) -> None:
-    """No page but those for the site uses what GitHub shows as source: directives, roles, bare links."""
+    """No page but those for the site uses what GitHub shows as source: directives, roles,
+    bare links.
+    """
     found = re.findall(
         r"^```\{.*|\{[\w:]+\}`[^`]*`|\[\]\(.*?\)|^\([\w-]+\)=$", page.read_text(), re.MULTILINE
     )
@@ -86,7 +96,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert linked.exists(), target
         if anchor:
             headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
-            slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            slugs = {
+                re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings
+            }
             assert anchor in slugs, target
 
 
@@ -109,7 +121,12 @@ def test_callback_page_names_every_method() -> None:
 @pytest.mark.parametrize("page", ["README.md", "docs/callback.md"])
 def test_the_first_loop_of_a_page_runs(page: str, tmp_path: Path, session: Session) -> None:
     """Typed as it stands, with workers and a step of one's own, it captures the step."""
-    settings = {"enable": True, "tool": "spans", "save_path": str(tmp_path), "schedule": {"steps": [2]}}
+    settings = {
+        "enable": True,
+        "tool": "spans",
+        "save_path": str(tmp_path),
+        "schedule": {"steps": [2]},
+    }
     actor, server = CaptureMixin(), CaptureMixin()
     actor.init_capture(settings, role="actor")
     server.init_capture(settings, role="rollout")
@@ -134,7 +151,9 @@ def test_the_first_loop_of_a_page_runs(page: str, tmp_path: Path, session: Sessi
 
 def test_notebook_cell_of_the_callback_page_runs(tmp_path: Path, session: Session) -> None:
     """Compiled like a cell and awaited on a running event loop, it captures the worker's stage."""
-    [cell] = [block for block in python_blocks("docs/callback.md") if block.startswith("async with")]
+    [cell] = [
+        block for block in python_blocks("docs/callback.md") if block.startswith("async with")
+    ]
     config = {"enable": True, "tool": "spans", "save_path": str(tmp_path)}
     worker = CaptureMixin()
     worker.init_capture(config, role="actor")
@@ -151,22 +170,32 @@ def test_notebook_cell_of_the_callback_page_runs(tmp_path: Path, session: Sessio
 
 
 def test_landing_page_shows_what_the_readme_shows() -> None:
-    """The same loop, which a test of the README runs; and every page has a place in the contents."""
+    """The same loop, which a test of the README runs;
+    and every page has a place in the contents.
+    """
     landing = (ROOT / "docs" / "index.md").read_text()
-    loop = re.findall(r"^```python\n.*?^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[0]
+    loop = re.findall(
+        r"^```python\n.*?^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )[0]
     assert loop in landing
     listed = set(re.findall(r"^([\w-]+)$", landing, re.MULTILINE))
     assert listed == {page.stem for page in PAGES} - {"index"}
 
 
 def test_where_a_change_goes_names_what_there_is() -> None:
-    """Each place in the table exists, and each module and folder at the root of the package has one."""
+    """Each place in the table exists, and each module and folder at the root
+    of the package has one.
+    """
     _, _, section = (ROOT / "docs" / "extending.md").read_text().partition("## Where a change goes")
     rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
     places = {PACKAGE / place for row in rows for place in re.findall(r"`([\w./]+)`", row)}
     files = {place if place.exists() else place.with_suffix(".py") for place in places}
     assert {place for place in files if not place.exists()} == set()
-    rooms = {path for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    rooms = {
+        path
+        for path in PACKAGE.iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
     assert rooms - files <= {PACKAGE / "__init__.py", PACKAGE / "conf"}
 
 
@@ -174,14 +203,18 @@ STRUCTS = [
     found
     for module in (model, columns)
     for found in vars(module).values()
-    if isinstance(found, type) and issubclass(found, msgspec.Struct) and found.__module__ == module.__name__
+    if isinstance(found, type)
+    and issubclass(found, msgspec.Struct)
+    and found.__module__ == module.__name__
 ]
 
 
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
 def test_every_field_is_documented(struct: type[msgspec.Struct]) -> None:
     """The page of the schema is made of these docstrings; times carry their unit in the name."""
-    documented = " ".join(each.__doc__ for each in struct.__mro__ if issubclass(each, msgspec.Struct))
+    documented = " ".join(
+        each.__doc__ for each in struct.__mro__ if issubclass(each, msgspec.Struct)
+    )
     for field in msgspec.structs.fields(struct):
         assert re.search(rf"\b{field.name}\b", documented), field.name
 

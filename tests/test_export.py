@@ -85,7 +85,9 @@ def receiver() -> Iterator[Receiver]:
 def test_trajectories_are_agents_with_chats_and_tools(
     tmp_path: Path, receiver: Receiver, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each is a trace of its own, on the loop's clock, linked to the step; tokens are the engine's."""
+    """Each is a trace of its own, on the loop's clock, linked to the step;
+    tokens are the engine's.
+    """
     drawn = Drawn(tmp_path, clock_ms=5_000)
     turns = ("generate", 10, 30), ("tool:search", 30, 60), ("generate", 60, 80)
     drawn.trajectory(0, 90, *turns, group="p7", turns=2, response_tokens=11)
@@ -94,7 +96,9 @@ def test_trajectories_are_agents_with_chats_and_tools(
     drawn.span("scored", 25, 35, failed, reward)
     drawn.span("pause", 1, 2, reason="full")
     drawn.log.spans[0] = type(drawn.log.spans[0])(
-        *(getattr(drawn.log.spans[0], name) for name in drawn.log.spans[0].__struct_fields__[:9]), "r1", {}
+        *(getattr(drawn.log.spans[0], name) for name in drawn.log.spans[0].__struct_fields__[:9]),
+        "r1",
+        {},
     )
     drawn.requests(("r1", 10, 30))
     drawn.add_to(drawn.folder)
@@ -105,7 +109,9 @@ def test_trajectories_are_agents_with_chats_and_tools(
     spans = {span.name: span for _, span in found}
     (step,) = (span for _, span in found if span.name == "step 12")
     agents = [span for _, span in found if span.name == "invoke_agent"]
-    assert [(not one.parent_span_id, one.links[0].span_id) for one in agents] == [(True, step.span_id)] * 2
+    assert [(not one.parent_span_id, one.links[0].span_id) for one in agents] == [
+        (True, step.span_id)
+    ] * 2
     assert len({step.trace_id, *(one.trace_id for one in agents)}) == 3
     own = [span for _, span in found if span.trace_id == agents[0].trace_id][1:]
     begin = drawn.begin_ns
@@ -138,7 +144,9 @@ def test_trajectories_are_agents_with_chats_and_tools(
     assert spans["reward"].status.code == 2
     assert spans["scored"].parent_span_id == spans["reward"].span_id
     assert (spans["pause"].trace_id, spans["pause"].parent_span_id) == (step.trace_id, step.span_id)
-    lanes = {lane["service.instance.id"]: lane for lane, span in found if span.name == "invoke_agent"}
+    lanes = {
+        lane["service.instance.id"]: lane for lane, span in found if span.name == "invoke_agent"
+    }
     assert lanes["agent_loop_rank0"]["host.name"] == "agents0"
 
 
@@ -155,10 +163,16 @@ def test_stages_are_below_their_step(tmp_path: Path, receiver: Receiver) -> None
             StepSpan(step=12, begin_ns=begin, end_ns=middle, policy_version=11),
             StepSpan(step=13, begin_ns=middle, end_ns=end),
         ],
-        stages=[StageSpan("rollout", begin, middle - 1), StageSpan("update", middle + 1, end - 1), inner],
+        stages=[
+            StageSpan("rollout", begin, middle - 1),
+            StageSpan("update", middle + 1, end - 1),
+            inner,
+        ],
     )
     assert main(["export", str(folder), "--otlp", receiver.url]) == EXIT_OK
-    loop = {span.name: span for lane, span in receiver.spans() if lane["service.name"] == "controller"}
+    loop = {
+        span.name: span for lane, span in receiver.spans() if lane["service.name"] == "controller"
+    }
     parents = {name: span.parent_span_id for name, span in loop.items()}
     assert parents == {
         "step 12": b"",
@@ -169,7 +183,10 @@ def test_stages_are_below_their_step(tmp_path: Path, receiver: Receiver) -> None
     }
     assert loop["micro_batch"].trace_id == loop["step 13"].trace_id
     assert loop["micro_batch"].status.code == 2
-    assert attributes(loop["step 12"]) == {"verl_profiling.step": 12, "verl_profiling.policy_version": 11}
+    assert attributes(loop["step 12"]) == {
+        "verl_profiling.step": 12,
+        "verl_profiling.policy_version": 11,
+    }
     ranks = [lane for lane, span in receiver.spans() if span.name == "update_actor"]
     assert [lane["service.instance.id"] for lane in ranks] == ["actor_rank0", "actor_rank1"]
     assert {lane["verl_profiling.run_id"] for lane in ranks} == {"run"}
@@ -182,11 +199,17 @@ def test_stages_are_below_their_step(tmp_path: Path, receiver: Receiver) -> None
 def test_stages_of_an_spmd_program_are_sent_once(tmp_path: Path, receiver: Receiver) -> None:
     folder = build_step(tmp_path)
     process = ProcessId(host="here", clock_domain="here", pid=7)
-    rank0, _ = (worker for worker in read_manifest(folder).workers if worker.identity.role == "actor")
+    rank0, _ = (
+        worker for worker in read_manifest(folder).workers if worker.identity.role == "actor"
+    )
     rewrite(folder, process=process, stages=rank0.stages)
     rewrite_worker(folder, "actor_rank0", process=process)
     assert main(["export", str(folder), "--otlp", receiver.url]) == EXIT_OK
-    lanes = [lane["service.instance.id"] for lane, span in receiver.spans() if span.name == "update_actor"]
+    lanes = [
+        lane["service.instance.id"]
+        for lane, span in receiver.spans()
+        if span.name == "update_actor"
+    ]
     assert [lane.removesuffix("_rank0") for lane in lanes] == ["controller", "actor_rank1"]
 
 
@@ -197,19 +220,32 @@ def test_a_stage_is_below_the_stage_around_it_also_beside_other_tasks(
     folder = build_step(tmp_path)
     begin = read_manifest(folder).begin_ns
     times = [("rollout", 0, 60, 0), ("train", 10, 40, 0), ("wait", 20, 50, 1), ("late", 65, 70, 1)]
-    stages = [StageSpan(name, begin + a * 1000, begin + b * 1000, depth=d) for name, a, b, d in times]
+    stages = [
+        StageSpan(name, begin + a * 1000, begin + b * 1000, depth=d) for name, a, b, d in times
+    ]
     rewrite(folder, stages=stages)
     assert main(["export", str(folder), "--otlp", receiver.url]) == EXIT_OK
-    loop = {span.name: span for lane, span in receiver.spans() if lane["service.name"] == "controller"}
+    loop = {
+        span.name: span for lane, span in receiver.spans() if lane["service.name"] == "controller"
+    }
     named = {span.span_id: name for name, span in loop.items()}
-    parents = {name: named[span.parent_span_id] for name, span in loop.items() if span.parent_span_id}
-    assert parents == {"rollout": "step 12", "train": "step 12", "wait": "rollout", "late": "step 12"}
+    parents = {
+        name: named[span.parent_span_id] for name, span in loop.items() if span.parent_span_id
+    }
+    assert parents == {
+        "rollout": "step 12",
+        "train": "step 12",
+        "wait": "rollout",
+        "late": "step 12",
+    }
 
 
 def test_a_plain_trace_has_nothing_to_send(
     tmp_path: Path, receiver: Receiver, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trace = next(build_step(tmp_path).glob("actor_rank0*.json.gz")).rename(tmp_path / "rank0.json.gz")
+    trace = next(build_step(tmp_path).glob("actor_rank0*.json.gz")).rename(
+        tmp_path / "rank0.json.gz"
+    )
     assert main(["export", str(trace), "--otlp", receiver.url]) == EXIT_FINDING
     assert "no manifest, so there are no stages" in capsys.readouterr().err
     assert receiver.requests == []
@@ -218,7 +254,9 @@ def test_a_plain_trace_has_nothing_to_send(
 def test_many_spans_travel_in_batches(
     tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The names and the version of the conventions are sent along; the exporter's variables hold."""
+    """The names and the version of the conventions are sent along;
+    the exporter's variables hold.
+    """
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20key")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
     drawn = Drawn(tmp_path)
@@ -228,7 +266,9 @@ def test_many_spans_travel_in_batches(
     assert main(["export", str(tmp_path), "--otlp", receiver.url]) == EXIT_OK
     assert len(receiver.requests) == 3
     assert len({span.span_id for _, span in receiver.spans()}) == len(receiver.spans()) > 1400
-    assert {(one["path"], one["authorization"]) for one in receiver.headers} == {("/v1/traces", "Bearer key")}
+    assert {(one["path"], one["authorization"]) for one in receiver.headers} == {
+        ("/v1/traces", "Bearer key")
+    }
     (schema,) = {
         scope.schema_url
         for got in receiver.requests
@@ -239,7 +279,10 @@ def test_many_spans_travel_in_batches(
 
 
 def test_an_endpoint_that_does_not_take_spans_is_one_line(
-    tmp_path: Path, receiver: Receiver, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    receiver: Receiver,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With its status, or with why nobody answers; and exit code 1."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")
@@ -257,9 +300,14 @@ def test_an_endpoint_that_does_not_take_spans_is_one_line(
 
 
 def test_only_what_the_endpoint_took_is_sent(
-    tmp_path: Path, receiver: Receiver, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    receiver: Receiver,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Any answer but a whole success says its first words and how many were taken, with exit code 1."""
+    """Any answer but a whole success says its first words and how many were taken,
+    with exit code 1.
+    """
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")
     chance = random.Random(41)
     drawn = Drawn(tmp_path)

@@ -49,14 +49,21 @@ def lanes(*paths: Path) -> list[str]:
 
 def files(folder: Path) -> dict[str, bytes]:
     """Return the content of all files of a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_no_result_is_taken_for_input(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every face of every command, under any name."""
     assert main(["merge", str(traces)]) == EXIT_OK
     assert main(["merge", str(traces), "-o", str(traces / "all.json.gz")]) == EXIT_OK
-    assert main(["merge", str(traces), "--ranks", "0", "-o", str(traces / "one.pt.trace.json.gz")]) == EXIT_OK
+    assert (
+        main(["merge", str(traces), "--ranks", "0", "-o", str(traces / "one.pt.trace.json.gz")])
+        == EXIT_OK
+    )
     assert main(["report", str(traces), "--save", "--csv", str(traces / "csv")]) == EXIT_OK
     assert main(["report", str(traces / RANKS[0]), "--save"]) == EXIT_OK
     shutil.copy(traces / "report.json", traces / "saved_elsewhere.json")
@@ -78,7 +85,9 @@ SELECTIONS = (
 
 
 def test_no_selection_overwrites_another(traces: Path) -> None:
-    """Each part of a step has a file of its own, which says what it holds; the whole stays the whole."""
+    """Each part of a step has a file of its own, which says what it holds;
+    the whole stays the whole.
+    """
     assert main(["merge", str(traces)]) == EXIT_OK
     before = files(traces)
     for selection in SELECTIONS:
@@ -127,7 +136,13 @@ def test_several_traces_are_one_capture(traces: Path, tmp_path: Path) -> None:
     """As files, as folders, twice, in any order, or from folders of two nodes."""
     one, other = (traces / name for name in RANKS)
     expected = ["worker_rank0", "worker_rank1"]
-    assert lanes(one, other) == lanes(other, one) == lanes(traces, one) == lanes(one, one, other) == expected
+    assert (
+        lanes(one, other)
+        == lanes(other, one)
+        == lanes(traces, one)
+        == lanes(one, one, other)
+        == expected
+    )
     nodes = [tmp_path / "node0", tmp_path / "node1"]
     for node, trace in zip(nodes, (one, other), strict=True):
         node.mkdir()
@@ -145,10 +160,13 @@ def test_several_traces_are_one_capture(traces: Path, tmp_path: Path) -> None:
 def test_traces_given_by_name_are_one_capture(
     tmp_path: Path, names: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Recorded a year apart, or of two steps by their names: one timeline and one report have both."""
+    """Recorded a year apart, or of two steps by their names:
+    one timeline and one report have both.
+    """
     taken = (RANKS[0], "nccl_data.json.gz")
     paths = [
-        str(shutil.copy(DATA / source, tmp_path / name)) for source, name in zip(taken, names, strict=True)
+        str(shutil.copy(DATA / source, tmp_path / name))
+        for source, name in zip(taken, names, strict=True)
     ]
     assert main(["merge", *paths, "-o", str(tmp_path / "out.json.gz")]) == EXIT_OK
     capsys.readouterr()
@@ -168,15 +186,21 @@ def test_several_steps_and_runs_can_be_named(
     paths = [str(path) for path in (two, run, other.parent, traces)]
     assert main(["report", "--json", *paths]) == EXIT_OK
     reports = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [report["directory"] for report in reports] == [str(path) for path in (two, one, other, traces)]
+    assert [report["directory"] for report in reports] == [
+        str(path) for path in (two, one, other, traces)
+    ]
     assert main(["merge", *paths]) == EXIT_OK
     assert all((folder / "timeline.json.gz").is_file() for folder in (one, two, other, traces))
     capsys.readouterr()
     assert main(["merge", str(one), str(two), "-o", str(tmp_path / "t.json.gz")]) == EXIT_BAD_INPUT
-    assert "--output: needs a single step, but there are 2: step 1, step 2" in capsys.readouterr().err
+    assert (
+        "--output: needs a single step, but there are 2: step 1, step 2" in capsys.readouterr().err
+    )
 
 
-def test_several_paths_are_checked(tmp_path: Path, traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_paths_are_checked(
+    tmp_path: Path, traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each file is named with its path, and one that is damaged decides the exit code."""
     step = build_step(tmp_path)
     assert main(["check", str(step), str(traces)]) == EXIT_OK
@@ -187,7 +211,10 @@ def test_several_paths_are_checked(tmp_path: Path, traces: Path, capsys: pytest.
     assert f"missing     {step}/actor_rank0.torch.json.gz" in printed
     assert printed.splitlines()[-1].endswith("artifacts, 1 not ok")
     assert main(["check", "--json", str(traces), str(step)]) == EXIT_FINDING
-    assert [json.loads(line)["ok"] for line in capsys.readouterr().out.splitlines()] == [True, False]
+    assert [json.loads(line)["ok"] for line in capsys.readouterr().out.splitlines()] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("command", ["merge", "report", "check"])
@@ -208,7 +235,9 @@ def test_a_wrong_path_is_one_line_and_said_before_any_work(
 
 
 def test_what_else_is_in_a_folder_is_passed_over(traces: Path) -> None:
-    """JSON of any other kind, lists among it, pipes, folders that are called like traces, hidden files."""
+    """JSON of any other kind, lists among it, pipes, folders that are called like traces,
+    hidden files.
+    """
     (traces / "config.json").write_text("{}")
     (traces / "merges.json").write_text('[["a", "b"], {"prompt": "x"}]')
     (traces / "number.json").write_text("3")
@@ -223,7 +252,9 @@ def test_what_else_is_in_a_folder_is_passed_over(traces: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["with\nline.json.gz", "-o.json.gz", "[bold] é.json.gz"])
-def test_any_name_of_a_trace_will_do(traces: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_name_of_a_trace_will_do(
+    traces: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It is shown on one line, and its results have a name that can be typed."""
     trace = traces / name
     shutil.copy(traces / RANKS[0], trace)
@@ -273,7 +304,9 @@ def test_a_step_folder_that_leads_back_to_its_run_is_in_nobodys_way(
     """The run is one run, its step is read, and no command takes the run for a step."""
     run = tmp_path / "run"
     build_step(run, step=1)
-    info = RunInfo(run_id="run", begin_ns=1, process=ProcessId.current(), config={}, versions={}, end_ns=2)
+    info = RunInfo(
+        run_id="run", begin_ns=1, process=ProcessId.current(), config={}, versions={}, end_ns=2
+    )
     write_json_atomically(run / "run.json", info)
     (run / "step_000009").symlink_to(".")
     assert main(["check", str(run)]) == EXIT_FINDING
@@ -283,7 +316,12 @@ def test_a_step_folder_that_leads_back_to_its_run_is_in_nobodys_way(
         printed = capsys.readouterr()
         assert f"{run}/step_000009: is a link" in printed.err
     assert json.loads(printed.out)["step"] == 1
-    assert {path.name for path in run.iterdir()} == {"index.html", "run.json", "step_000001", "step_000009"}
+    assert {path.name for path in run.iterdir()} == {
+        "index.html",
+        "run.json",
+        "step_000001",
+        "step_000009",
+    }
 
 
 BEGIN_NS = 1_700_000_000_000_000_000
@@ -291,7 +329,9 @@ BEGIN_NS = 1_700_000_000_000_000_000
 
 def build_run(folder: Path, run_id: str, *steps: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    info = RunInfo(run_id=run_id, begin_ns=BEGIN_NS, process=ProcessId.current(), config={}, versions={})
+    info = RunInfo(
+        run_id=run_id, begin_ns=BEGIN_NS, process=ProcessId.current(), config={}, versions={}
+    )
     write_json_atomically(folder / RUN_NAME, info)
     for step in steps:
         rewrite(build_step(folder, step=step), run_id=run_id)
@@ -312,7 +352,9 @@ COMMANDS = (["merge"], ["report"], ["report", "--save"], ["view", "--no-browser"
 def test_a_command_lists_the_runs_and_asks_for_one(
     outputs: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2; each is named by a path to give; nothing was written. So does the folder above."""
+    """Exit code 2; each is named by a path to give; nothing was written.
+    So does the folder above.
+    """
     run = outputs / "run"
     before = sorted(outputs.rglob("*"))
     for path in (run, outputs):
@@ -320,12 +362,15 @@ def test_a_command_lists_the_runs_and_asks_for_one(
         error = capsys.readouterr().err
         first, second = run / "run.json", run / "run_2" / "run.json"
         assert (
-            error == f"verl-profiling: error: {path}: holds 2 runs; choose one of them: {first}, {second}\n"
+            error == f"verl-profiling: error: {path}: holds 2 runs; choose one of them: {first}, "
+            f"{second}\n"
         )
     assert sorted(outputs.rglob("*")) == before
 
 
-def test_runs_are_listed_in_order_of_their_numbers(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_listed_in_order_of_their_numbers(
+    outputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     build_run(outputs / "run" / "run_10", "tenth", 1)
     assert main(["check", str(outputs)]) == 2
     listed = capsys.readouterr().err.split("choose one of them: ")[1].split(", ")
@@ -387,7 +432,9 @@ def hidden(folder: Path) -> list[str]:
 
 
 def test_the_next_command_cleans_up_after_one_that_was_killed(tmp_path: Path) -> None:
-    """SIGKILL leaves a temporary folder, which goes when it is a day old: its writer may still live."""
+    """SIGKILL leaves a temporary folder, which goes when it is a day old:
+    its writer may still live.
+    """
     step = build_step(tmp_path)
     done = subprocess.run([sys.executable, "-c", KILLED, "merge", str(step)], check=False)
     assert done.returncode == -signal.SIGKILL

@@ -18,7 +18,16 @@ from test_top import write_run
 from verl_profiling import ConfigError, ProfilingCallback
 from verl_profiling.watch.sinks import WatchLog
 
-OPENING = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "touch", "connect", "put_file"}
+OPENING = {
+    "open",
+    "read_text",
+    "read_bytes",
+    "write_text",
+    "write_bytes",
+    "touch",
+    "connect",
+    "put_file",
+}
 MOVING = {"shutil.move", "shutil.copy", "shutil.copyfile", "shutil.copytree"}
 NO_FILES = {"webbrowser", "capture", "log", "self.requests", "self._requests"}
 OTHERS = {
@@ -32,10 +41,14 @@ OTHERS = {
     "memory path.read_text": "of the kernel",
     "memory (folder / limit).read_text": "of the kernel",
     "memory (folder / usage).read_text": "of the kernel",
-    "report.html (resources.files('verl_profiling.report') / 'page' / name).read_text": "of the package",
-    "timeline.databases sqlite3.connect": "SQLite opens by name; it is opened and checked right before",
-    "engines.recorder shutil.move": "a folder of torch_npu is renamed; the engine writes it by name",
-    "remote self._fs.put_file": "file systems of fsspec read by name, from a private staging folder",
+    "report.html (resources.files('verl_profiling.report') / 'page' / "
+    "name).read_text": "of the package",
+    "timeline.databases sqlite3.connect": "SQLite opens by name; it is opened and checked "
+    "right before",
+    "engines.recorder shutil.move": "a folder of torch_npu is renamed; the engine writes it "
+    "by name",
+    "remote self._fs.put_file": "file systems of fsspec read by name, from a private "
+    "staging folder",
 }
 """Calls that open a file by name outside of the module that opens all others, and why."""
 
@@ -44,11 +57,15 @@ def test_one_module_opens_the_files_of_a_run() -> None:
     """Calls of opening functions, but for those that unpack an open file, or open no file."""
     found = set()
     for module, path in MODULES.items():
-        calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        calls = (
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+        )
         for call in calls if module != "opener" else ():
             called = ast.unparse(call.func)
             owner, _, name = called.rpartition(".")
-            is_packed = called in ("gzip.open", "igzip.open") and ast.unparse(call.args[0]) != "path"
+            is_packed = (
+                called in ("gzip.open", "igzip.open") and ast.unparse(call.args[0]) != "path"
+            )
             if called in MOVING or (name in OPENING and owner not in NO_FILES and not is_packed):
                 found.add(f"{module} {called}")
     assert found == set(OTHERS)
@@ -71,7 +88,8 @@ COMMANDS = """
 
     sys.addaudithook(note)
     for run in map(Path, sys.argv[2:]):
-        for command in (["check"], ["report", "--save"], ["merge"], ["what-if"], ["diff", run], ["collect"],
+        for command in (["check"], ["report", "--save"], ["merge"], ["what-if"], ["diff", run],
+                        ["collect"],
                         ["top", "--once"], ["trigger"], ["report", "--csv", run / "csv"], ["plan"]):
             place = run / "run.json" if command == ["plan"] else run
             code = main([command[0], str(place), *map(str, command[1:])])
@@ -81,7 +99,9 @@ COMMANDS = """
 
 
 def watched_run(folder: Path) -> Path:
-    """Build a run with two steps, results of commands, a watch log, and what nsys and hangs leave."""
+    """Build a run with two steps, results of commands, a watch log,
+    and what nsys and hangs leave.
+    """
     for step in (1, 2):
         place = build_step(folder, step=step)
         for name in ("timeline.json.gz", "report.json", "report.html", "actor_rank0.result.json"):
@@ -91,14 +111,23 @@ def watched_run(folder: Path) -> Path:
     log = WatchLog(folder)
     for number in range(3):
         log(summary(number, {"rollout": 5000 + number}))
-    for name in ("nsys/a.1.ranges.jsonl", "nsys/a.1.nsys-rep", "hangs/loop.json", "requests/0.json"):
+    for name in (
+        "nsys/a.1.ranges.jsonl",
+        "nsys/a.1.nsys-rep",
+        "hangs/loop.json",
+        "requests/0.json",
+    ):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("{}")
     return folder
 
 
-def test_no_command_opens_what_a_folder_full_of_links_leads_to(tmp_path: Path, run_python: RunPython) -> None:
-    """All files, all folders, or some of both by chance: commands end, and nothing outside is opened."""
+def test_no_command_opens_what_a_folder_full_of_links_leads_to(
+    tmp_path: Path, run_python: RunPython
+) -> None:
+    """All files, all folders, or some of both by chance: commands end,
+    and nothing outside is opened.
+    """
     outside, runs = tmp_path / "outside", []
     for seed in range(4):
         chance = random.Random(seed)
@@ -134,8 +163,10 @@ JOB = """
         (run / "new").rename(place)
 
     config = {
-        "enable": True, "save_path": "run", "schedule": {"steps": [2, 4, 6]}, "tool": ["torch", "spans"],
-        "watch": {"enable": True, "sinks": ["tensorboard"]}, "after": {"x": {"command": ["echo", "output"]}},
+        "enable": True, "save_path": "run", "schedule": {"steps": [2, 4, 6]},
+        "tool": ["torch", "spans"],
+        "watch": {"enable": True, "sinks": ["tensorboard"]},
+        "after": {"x": {"command": ["echo", "output"]}},
     }
     worker = TrainWorker()
     worker.set_up(config)
@@ -172,7 +203,9 @@ def test_a_job_writes_through_no_link_in_its_folder(tmp_path: Path, run_python: 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o2775, 0o720, 0])
 def test_a_staging_folder_of_others_is_refused(tmp_path: Path, mode: int) -> None:
-    """At once, with the setting and a remedy that works, also where it becomes one later; 0 is a link."""
+    """At once, with the setting and a remedy that works, also where it becomes one later;
+    0 is a link.
+    """
     theirs, staging = tmp_path / "theirs", tmp_path / "staging"
     theirs.mkdir(mode=0o700)
     config = {
@@ -197,7 +230,9 @@ def test_a_staging_folder_of_others_is_refused(tmp_path: Path, mode: int) -> Non
         ProfilingCallback(config)
 
 
-def test_files_are_no_wider_than_the_folder_of_the_run(tmp_path: Path, run_python: RunPython) -> None:
+def test_files_are_no_wider_than_the_folder_of_the_run(
+    tmp_path: Path, run_python: RunPython
+) -> None:
     """Nor than the umask allows; drawn modes of folders, and umasks, for jobs and for commands."""
     code = """
         import os, random, stat
@@ -212,7 +247,8 @@ def test_files_are_no_wider_than_the_folder_of_the_run(tmp_path: Path, run_pytho
             os.umask(0)
             run.mkdir(mode)
             os.umask(mask)
-            config = {"enable": True, "tool": "spans", "save_path": str(run), "schedule": {"steps": [1]},
+            config = {"enable": True, "tool": "spans", "save_path": str(run),
+                      "schedule": {"steps": [1]},
                       "watch": {"enable": True, "sinks": ["tensorboard"]}}
             with ProfilingCallback(config) as profiling:
                 profiling.on_step_begin(1)

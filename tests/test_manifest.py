@@ -1,4 +1,6 @@
-"""What all sides know: the manifest, the errors, identities and the file names that follow from them."""
+"""What all sides know: the manifest, the errors,
+identities and the file names that follow from them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ from verl_profiling.run_files import read_manifest, write_json_atomically
         (b'{"schema_version": 999}', "schema version 999, newer than 1: update verl-profiling"),
     ],
 )
-def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes | None, problem: str) -> None:
+def test_what_is_no_manifest_is_refused(
+    tmp_path: Path, content: bytes | None, problem: str
+) -> None:
     """The error names the file and what is wrong with it."""
     path = tmp_path / MANIFEST_NAME
     if content is not None:
@@ -69,7 +73,9 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
         (TraceFormatError("x.json", "is cut off", 12), ValueError),
     ],
 )
-def test_every_error_is_ours_and_a_standard_one(error: Exception, standard: type[Exception]) -> None:
+def test_every_error_is_ours_and_a_standard_one(
+    error: Exception, standard: type[Exception]
+) -> None:
     """One base class catches all; Ray pickles what a worker raises, and nothing of it is lost."""
     assert isinstance(error, ProfilingError)
     assert isinstance(error, standard)
@@ -92,8 +98,14 @@ def test_a_replica_has_a_lane_for_each_of_its_ranks() -> None:
     ("arguments", "expected"),
     [
         (("actor_rank0", ".torch.json.gz"), "actor_rank0.torch.json.gz"),
-        (("actor_rank0", ".torch.json.gz", "update_actor"), "actor_rank0.update_actor.torch.json.gz"),
-        (("actor_rank0", ".torch.json.gz", "update_actor", 2), "actor_rank0.update_actor.2.torch.json.gz"),
+        (
+            ("actor_rank0", ".torch.json.gz", "update_actor"),
+            "actor_rank0.update_actor.torch.json.gz",
+        ),
+        (
+            ("actor_rank0", ".torch.json.gz", "update_actor", 2),
+            "actor_rank0.update_actor.2.torch.json.gz",
+        ),
         (("rollout0_rank0", ".npu", "a-b"), "rollout0_rank0.a-b.npu"),
         (("rollout0_rank0", ".npu", "a/b"), "rollout0_rank0.a-b-07f4401c.npu"),
     ],

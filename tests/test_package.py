@@ -61,7 +61,9 @@ DOCTOR = ("commands.doctor", "commands.plan")
 
 
 def module_of(path: Path) -> str:
-    """Return a module's name inside the package, e.g. ``tools.base``; the package itself is empty."""
+    """Return a module's name inside the package, e.g. ``tools.base``;
+    the package itself is empty.
+    """
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
 
@@ -124,7 +126,9 @@ def test_no_arrow_runs_upwards() -> None:
 def test_analysis_knows_nothing_of_capture() -> None:
     """Reading a run needs the manifest, and no tool, session or settings."""
     found = {
-        module: sorted(name for name in own_imports(module) if not is_in(name, (*SHARED, *ANALYSIS)))
+        module: sorted(
+            name for name in own_imports(module) if not is_in(name, (*SHARED, *ANALYSIS))
+        )
         for module in MODULES
         if is_in(module, ANALYSIS) and not is_in(module, DOCTOR)
     }
@@ -148,7 +152,10 @@ def test_verl_is_imported_by_its_integration_only() -> None:
     """As each engine is by its own adapter, and no framework anywhere at the top of a module."""
     for module, path in MODULES.items():
         for name in imports(path):
-            assert name.partition(".")[0] != "verl" or is_in(module, ("integrations",)), (module, name)
+            assert name.partition(".")[0] != "verl" or is_in(module, ("integrations",)), (
+                module,
+                name,
+            )
 
 
 def test_everything_exported_exists() -> None:
@@ -162,11 +169,14 @@ def test_everything_exported_exists() -> None:
 def test_importing_imports_no_framework(
     run_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    """Nor does building the callback, nor the plugin that every Hydra application imports when it starts."""
+    """Nor does building the callback, nor the plugin that every Hydra application imports
+    when it starts.
+    """
     run_python(
         f"""
         import sys
-        import verl_profiling.analysis, verl_profiling.cli, verl_profiling.testing, verl_profiling.workers
+        import verl_profiling.analysis, verl_profiling.cli
+        import verl_profiling.testing, verl_profiling.workers
         import verl_profiling.tools.torch_profiler
         from verl_profiling import *
         ProfilingCallback({{"enable": True}})

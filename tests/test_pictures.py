@@ -28,7 +28,10 @@ RUN, AGENT, WATCHED = (
     for name in ("", "_AGENT", "_WATCH")
 )
 
-pytestmark = [*needs_browser, pytest.mark.skipif(not PICTURES, reason="takes the documentation's pictures")]
+pytestmark = [
+    *needs_browser,
+    pytest.mark.skipif(not PICTURES, reason="takes the documentation's pictures"),
+]
 
 
 @pytest.fixture
@@ -71,7 +74,11 @@ def page_of(step: StepInputs, script: str, tmp_path: Path, folder: Path) -> None
 def test_the_report(step: StepInputs, folder: Path, tmp_path: Path) -> None:
     """As it is and with its parts numbered."""
     page_of(step, "report.js", tmp_path, folder)
-    assert size_of(folder / "report-light.png")[0] == size_of(folder / "report-numbered.png")[0] == 1240
+    assert (
+        size_of(folder / "report-light.png")[0]
+        == size_of(folder / "report-numbered.png")[0]
+        == 1240
+    )
 
 
 def test_the_page_of_the_run(steps: list[StepInputs], folder: Path, tmp_path: Path) -> None:
@@ -102,10 +109,14 @@ def test_the_timeline(step: StepInputs, folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_trajectories(folder: Path, tmp_path: Path) -> None:
-    """What one process of an agent did: who blocked its event loop, and some of its trajectories."""
+    """What one process of an agent did: who blocked its event loop,
+    and some of its trajectories.
+    """
     [step] = find_steps(AGENT)
     rows = ["loop AsyncIO Thread: default blocked", *(f"trajectories {row}" for row in range(6))]
-    shown = photographed(step, tmp_path, folder / "trajectories.png", "agent_loop_rank0 trajectories", *rows)
+    shown = photographed(
+        step, tmp_path, folder / "trajectories.png", "agent_loop_rank0 trajectories", *rows
+    )
     assert shown == ["controller stages", *rows]
     assert size_of(folder / "trajectories.png")[0] == 2 * 1150
 
@@ -115,7 +126,9 @@ def draw_top(run: Path, file: Path) -> str:
     console = Console(record=True, width=100, file=StringIO(), force_terminal=True, highlight=False)
     console.print(View(run).frame())
     picture = console.export_svg(title="verl-profiling top")
-    picture = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)  # those are loaded from elsewhere
+    picture = re.sub(
+        r"@font-face \{.*?\}", "", picture, flags=re.DOTALL
+    )  # those are loaded from elsewhere
     lines = [line.rstrip() for line in picture.splitlines() if line.strip()]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return picture

@@ -68,7 +68,9 @@ def test_the_plan_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixtu
     )
 
 
-def test_a_watch_that_judges_no_step_is_a_caution(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_watch_that_judges_no_step_is_a_caution(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The schedule captures all steps, and says nothing of the anomalies that are asked for."""
     watch = {"enable": True, "trigger": {}}
     assert planned(tmp_path, {"enable": True, "watch": watch}) == 0
@@ -76,7 +78,9 @@ def test_a_watch_that_judges_no_step_is_a_caution(tmp_path: Path, capsys: pytest
     assert planned(tmp_path, {"enable": True, "watch": watch, "schedule": {"steps": []}}) == 0
     printed = capsys.readouterr().out
     assert "caution" not in printed
-    assert "noticed within 8 steps from 1.3 times where it varies by 8%, 1.6 times where it" in printed
+    assert (
+        "noticed within 8 steps from 1.3 times where it varies by 8%, 1.6 times where it" in printed
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +89,10 @@ def test_a_watch_that_judges_no_step_is_a_caution(tmp_path: Path, capsys: pytest
         ({"enable": False}, "10"),
         ({"enable": True, "schedule": {"steps": [100]}}, "10"),
         ({"enable": True, "schedule": {"every": 50}}, "49"),
-        ({"enable": True, "roles": {"actor": {"enable": False}}, "select": {"roles": ["actor"]}}, "10"),
+        (
+            {"enable": True, "roles": {"actor": {"enable": False}}, "select": {"roles": ["actor"]}},
+            "10",
+        ),
     ],
 )
 def test_a_plan_that_captures_nothing_is_a_finding(
@@ -113,7 +120,9 @@ def test_a_file_of_another_kind_is_one_readable_line(
     capsys.readouterr()
     (tmp_path / "text.yaml").write_text("all of it\n")
     assert main(["plan", str(tmp_path / "text.yaml")]) == 2
-    assert capsys.readouterr().err.endswith(f"{tmp_path / 'text.yaml'}: must be a mapping, is str\n")
+    assert capsys.readouterr().err.endswith(
+        f"{tmp_path / 'text.yaml'}: must be a mapping, is str\n"
+    )
     (tmp_path / "x.py").write_text("import torch\ndef train(model: str) -> None:\n    pass\n")
     assert main(["plan", str(tmp_path / "x.py")]) == 2
     error = capsys.readouterr().err
@@ -139,8 +148,12 @@ def test_the_planned_steps_are_those_of_the_schedule(schedule: dict[str, Any]) -
     steps = range(1, 101)
     wanted = [step for step in steps if config.schedule.action(step) is Action.RECORD]
     _, warm_ups, more = planned_captures(config.schedule, 100)
-    assert [step for first, last in steps_of(schedule, 100) for step in range(first, last + 1)] == wanted
-    assert warm_ups == [step for step in range(101) if config.schedule.action(step) is Action.WARMUP]
+    assert [
+        step for first, last in steps_of(schedule, 100) for step in range(first, last + 1)
+    ] == wanted
+    assert warm_ups == [
+        step for step in range(101) if config.schedule.action(step) is Action.WARMUP
+    ]
     assert not more
 
 
@@ -155,7 +168,9 @@ def test_a_loop_without_an_end_is_cut_off() -> None:
 def test_coordinates_and_tools_that_come_later_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The last pipeline stage by -1, reports that are collected after the run, and what stays on disk."""
+    """The last pipeline stage by -1, reports that are collected after the run,
+    and what stays on disk.
+    """
     roles = {"rollout": {"mode": "discrete"}, "actor": {"pp": [0, -1], "tp": 0}}
     config = {"enable": True, "tool": ["nsys", "spans"], "mode": "e2e", "roles": roles}
     assert planned(tmp_path, {**config, "schedule": {"steps": [3, 900]}}, "--steps", "100") == 0
@@ -163,7 +178,8 @@ def test_coordinates_and_tools_that_come_later_are_named(
     for line in (
         "  never come in 100 steps: step 900\n",
         "  stages   from on_rollout_begin to on_rollout_end\n",
-        "nsys: one *.nsys-rep per replica and stage, each time that it runs; collected after the run\n",
+        "nsys: one *.nsys-rep per replica and stage, each time that it runs; collected "
+        "after the run\n",
         "  spans: none; its spans are in manifest.json\n",
         "  workers  tp 0; pp -1, 0\n",
     ):
@@ -183,7 +199,11 @@ def test_coordinates_and_tools_that_come_later_are_named(
     ],
 )
 def test_an_engine_that_records_without_a_bound_is_cautioned_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], rollout: dict[str, Any], stack: bool, part: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    rollout: dict[str, Any],
+    stack: bool,
+    part: str,
 ) -> None:
     """With what is known of its size; a window of seconds, or of a few iterations, is a bound."""
     config = {"enable": True, "rollout": rollout, "tools": {"torch": {"stack": stack}}}

@@ -53,7 +53,9 @@ def test_a_process_names_the_device_that_it_uses(monkeypatch: pytest.MonkeyPatch
     assert used_devices() == []
 
 
-def test_an_engine_has_the_visible_devices_in_order_of_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_has_the_visible_devices_in_order_of_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of this host, from ``base_gpu_id`` on; on CPUs what its server is told."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"5,GPU-{UUID.upper()},")
     first, second, third = engine_devices("cuda", 3, range(3), None)
@@ -62,7 +64,9 @@ def test_an_engine_has_the_visible_devices_in_order_of_rank(monkeypatch: pytest.
     assert third == Device(kind="cuda"), "a rank on another node: where is not known"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert engine_devices("cpu", 1, range(1), None) == [Device(kind="cpu")]
-    assert engine_devices("cpu", 1, range(1), ["0"]) == [Device(kind="cpu", index=0, place=f"{HOST}/0")]
+    assert engine_devices("cpu", 1, range(1), ["0"]) == [
+        Device(kind="cpu", index=0, place=f"{HOST}/0")
+    ]
     assert engine_devices("cuda", 1, range(1), ["none"]) == [Device(kind="cuda", index=0)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     found = engine_devices("cuda", 4, range(2, 4), None)

@@ -22,7 +22,9 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 def shell_lines() -> list[list[str]]:
-    """Return the words of every command in the shell blocks, continued lines joined, `$PWD` filled in."""
+    """Return the words of every command in the shell blocks, continued lines joined,
+    `$PWD` filled in.
+    """
     text = "\n".join(block for _, block in blocks("bash"))
     lines = text.replace("\\\n", " ").replace("$PWD", str(ROOT)).splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
@@ -41,7 +43,9 @@ def command_id(words: list[str]) -> str:
 def engine_marks(words: list[str]) -> list[pytest.MarkDecorator]:
     """Return the mark of the engine that a command needs, if it needs one."""
     return [
-        getattr(pytest.mark, word.partition("=")[2]) for word in words if word.startswith("rollout.engine=")
+        getattr(pytest.mark, word.partition("=")[2])
+        for word in words
+        if word.startswith("rollout.engine=")
     ]
 
 
@@ -59,7 +63,9 @@ def test_command_runs(words: list[str], reader: Reader) -> None:
 
 
 def test_the_commands_that_are_shared_are_on_the_pages() -> None:
-    """The tests of the recipe look at what they leave; the first one finds a folder that was empty."""
+    """The tests of the recipe look at what they leave;
+    the first one finds a folder that was empty.
+    """
     typed = [tuple(words) for words in commands(*RUNNABLE)]
     assert typed[0] == SHARED["e2e", "transformers"]
     assert {TRAIN, *SHARED.values()} <= set(typed)
@@ -68,7 +74,9 @@ def test_the_commands_that_are_shared_are_on_the_pages() -> None:
 @pytest.mark.parametrize("words", commands("make"), ids=command_id)
 def test_make_target_exists(words: list[str]) -> None:
     """Each `make` command names a target that the Makefile has."""
-    done = subprocess.run([*words, "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*words, "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

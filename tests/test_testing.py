@@ -37,7 +37,10 @@ def test_a_call_that_still_runs_is_a_leak() -> None:
 
 def test_a_recorded_step_has_its_result_after_the_block(tmp_path: Path, session: Session) -> None:
     """Finished artifacts, the path of the first one, and the answer to the start."""
-    with record_step(settings(), tmp_path, role="critic", rank=3, step=7) as recorded, stage("values"):
+    with (
+        record_step(settings(), tmp_path, role="critic", rank=3, step=7) as recorded,
+        stage("values"),
+    ):
         assert recorded.result is None
         with pytest.raises(LookupError, match="no artifact was recorded"):
             _ = recorded.path
@@ -50,7 +53,10 @@ def test_a_recorded_step_has_its_result_after_the_block(tmp_path: Path, session:
 
 
 def test_a_step_that_raises_is_recorded(tmp_path: Path, session: Session) -> None:
-    with pytest.raises(ValueError, match="x"), record_step(settings(tool="spans"), tmp_path) as recorded:
+    with (
+        pytest.raises(ValueError, match="x"),
+        record_step(settings(tool="spans"), tmp_path) as recorded,
+    ):
         raise ValueError("x")
     assert recorded.result is not None
     assert leaks() == []

@@ -40,7 +40,11 @@ from verl_profiling.watch_log import WATCH_LOG
 ENTERS, LEAVES = b"\x1b[?1049h", b"\x1b[?1049l"
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would their children.
 _MAIN = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
-CLI = (sys.executable, "-c", f"{_MAIN}\nfrom verl_profiling.cli import main\nsys.exit(main(sys.argv[1:]))")
+CLI = (
+    sys.executable,
+    "-c",
+    f"{_MAIN}\nfrom verl_profiling.cli import main\nsys.exit(main(sys.argv[1:]))",
+)
 
 
 def write_run(
@@ -98,7 +102,9 @@ class TestOneFrame:
     def test_it_shows_the_step_its_stages_memory_and_captures(
         self, run: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Who leads, by how much, who asked for captures; no colours when piped, where it is one frame."""
+        """Who leads, by how much, who asked for captures; no colours when piped,
+        where it is one frame.
+        """
         assert main(["top", str(run), "--once"]) == EXIT_OK
         printed = capsys.readouterr().out
         assert "\x1b" not in printed
@@ -129,10 +135,16 @@ class TestOneFrame:
     def test_a_step_that_hangs_comes_first_until_it_goes_on(
         self, run: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Also if the summary of an earlier step, which waited for the same worker, comes after it."""
+        """Also if the summary of an earlier step, which waited for the same worker,
+        comes after it.
+        """
         log, hung = WatchLog(run), msgspec.structs.replace(summary(31), end_ns=0)
         reason = "is in tool:search of trajectory p7, sample 3 for 30.9 s"
-        log(msgspec.structs.replace(hung, hang=Hang("rollout", 31.2, 3.1, "agent_loop_rank0", reason)))
+        log(
+            msgspec.structs.replace(
+                hung, hang=Hang("rollout", 31.2, 3.1, "agent_loop_rank0", reason)
+            )
+        )
         log(summary(30))
         assert main(["top", str(run), "--once"]) == EXIT_FINDING
         printed = capsys.readouterr().out
@@ -180,7 +192,9 @@ class TestOneFrame:
         write_run(run / "run_3", run_id="newer")
         assert main(["top", str(run), "--once"]) == EXIT_BAD_INPUT
         [error] = capsys.readouterr().err.splitlines()
-        assert error.endswith(f"choose one of them: {run / 'run.json'}, {run / 'run_3' / 'run.json'}")
+        assert error.endswith(
+            f"choose one of them: {run / 'run.json'}, {run / 'run_3' / 'run.json'}"
+        )
         (run / "run_2" / "run.json").write_text("{")
         assert main(["top", str(run / "run.json"), "--once"]) == EXIT_OK
 
@@ -208,28 +222,43 @@ class TestOneFrame:
     def test_a_stage_that_varies_has_the_ratio_that_is_noticed(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], ratio: float | None, window: int
     ) -> None:
-        """By the run's thresholds; a stage that is noticed from these on is left out, as is a past fault."""
+        """By the run's thresholds; a stage that is noticed from these on is left out,
+        as is a past fault.
+        """
         noise = random.Random(3)
         trigger = {"slow_stage": ratio, "window": window}
         write_run(tmp_path / "run", trigger=trigger)
         log = WatchLog(tmp_path / "run")
         for step in range(100):
             rollout = int(5000 * noise.lognormvariate(0, 0.25))
-            log(summary(step, {"rollout": rollout, "update_actor": 6000 if 30 < step < 50 else 3000}))
+            log(
+                summary(
+                    step, {"rollout": rollout, "update_actor": 6000 if 30 < step < 50 else 3000}
+                )
+            )
         assert main(["top", str(tmp_path / "run"), "--once"]) == EXIT_OK
         lines = [line for line in capsys.readouterr().out.splitlines() if "within 8 steps" in line]
         if ratio is None:
             assert lines == []
             return
         assert re.fullmatch(
-            r"varying stages: within 8 steps, detected only from rollout (1.9|2.\d) times .*", lines[0]
+            r"varying stages: within 8 steps, detected only from rollout (1.9|2.\d) times .*",
+            lines[0],
         )
 
     def test_what_trajectories_spent_is_shown(self) -> None:
         """By name: the sum, how many calls they were, how long one took, and how many failed."""
-        usual = [SpanTotal("tool:search", 240, 4_000 * MS), SpanTotal("trajectory", 64, 90_000 * MS)]
-        slow = [SpanTotal("tool:search", 240, 12_300 * MS, 3), SpanTotal("trajectory", 64, 98_000 * MS)]
-        lines = drawn(frame_of(summary(1, spans=usual), summary(2, spans=usual), summary(3, spans=slow)))
+        usual = [
+            SpanTotal("tool:search", 240, 4_000 * MS),
+            SpanTotal("trajectory", 64, 90_000 * MS),
+        ]
+        slow = [
+            SpanTotal("tool:search", 240, 12_300 * MS, 3),
+            SpanTotal("trajectory", 64, 98_000 * MS),
+        ]
+        lines = drawn(
+            frame_of(summary(1, spans=usual), summary(2, spans=usual), summary(3, spans=slow))
+        )
         (search,) = [line for line in lines if line.startswith("tool:search")]
         assert search.split()[1:9] == ["12.3", "s", "240", "51.2", "ms", "3", "4.00", "s"]
         (whole,) = [line for line in lines if line.startswith("trajectory")]
@@ -244,7 +273,9 @@ class TestOneFrame:
 class TestExitCodes:
     """What a script learns."""
 
-    def test_a_run_that_is_over_says_so(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_run_that_is_over_says_so(
+        self, run: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """One that has ended is well; a process that is gone is a finding."""
         write_run(run, end_ns=2)
         assert main(["top", str(run), "--once"]) == EXIT_OK
@@ -317,7 +348,12 @@ class TestLive:
         command = [*CLI, "top", str(run), "--interval", "0.2"]
         environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "90", "LINES": "30"}
         process = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+            command,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment,
+            start_new_session=True,
         )
         try:
             yield process, ours
@@ -338,7 +374,9 @@ class TestLive:
         return seen
 
     def test_it_is_left_cleanly(self, run: Path) -> None:
-        """The terminal is as it was, with what it showed before; the last frame is not left in it."""
+        """The terminal is as it was, with what it showed before;
+        the last frame is not left in it.
+        """
         with self.top(run) as (process, terminal):
             seen = self.until(terminal, b"Ctrl-C quits")
             assert ENTERS in seen
@@ -346,7 +384,9 @@ class TestLive:
             self.until(terminal, LEAVES, seen)
             assert process.wait(10) == EXIT_OK
 
-    def test_it_is_left_before_the_first_frame(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_is_left_before_the_first_frame(
+        self, run: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def interrupted(*_: object) -> None:
             raise KeyboardInterrupt
 
@@ -371,7 +411,9 @@ class TestHistory:
     """What lines of the log mean together, and step folders of a run that goes on."""
 
     def test_a_resumed_run_replaces_what_it_runs_again(self) -> None:
-        """Steps that the start before had come to are not its future; the last line of a step counts."""
+        """Steps that the start before had come to are not its future;
+        the last line of a step counts.
+        """
         before = logged_steps(summary(number) for number in range(10))
         later = {"begin_ns": 2 * 10**18, "end_ns": 2 * 10**18 + 10**10}
         made = (summary(5), summary(6, leader=""), summary(6))

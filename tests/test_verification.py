@@ -54,7 +54,10 @@ JUNIT = """<testsuites><testsuite>
 
 
 def test_without_a_device_the_report_says_so(
-    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    session: Session,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Exit code 1, one JSON document with the results of the tests and numbers of this machine."""
     junit = tmp_path / "gpu.xml"

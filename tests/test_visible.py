@@ -1,4 +1,6 @@
-"""Names of other programs are shown as they are, move no cursor and lead out of no folder; units fit."""
+"""Names of other programs are shown as they are,
+move no cursor and lead out of no folder; units fit.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def test_what_is_shown_is_printable(text: str) -> None:
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """A step folder whose stages and reasons have names that a terminal or a spreadsheet would obey.
+    """A step folder whose stages and reasons have names that a terminal or a spreadsheet would
+    obey.
 
     A stage in the log of the watch has such a name, too.
     """
@@ -198,7 +201,10 @@ def test_a_result_of_a_process_costs_its_own_numbers(
     """Whatever a result file names, the other workers are used, and nothing is written outside."""
     folder = build_step(tmp_path / "run")
     manifest = read_manifest(folder)
-    worker, named = manifest.workers[0], {key: change[key] for key in ("path", "lane") if key in change}
+    worker, named = (
+        manifest.workers[0],
+        {key: change[key] for key in ("path", "lane") if key in change},
+    )
     gone = msgspec.structs.replace(ProcessId.current(), pid=change.get("process", 1), started="0")
     result = msgspec.structs.replace(
         worker,
@@ -218,7 +224,9 @@ def test_a_result_of_a_process_costs_its_own_numbers(
     assert around(folder) == before
 
 
-@pytest.mark.parametrize(("folder", "artifact"), [("..", "victim"), ("step_000001", "../../victim")])
+@pytest.mark.parametrize(
+    ("folder", "artifact"), [("..", "victim"), ("step_000001", "../../victim")]
+)
 def test_a_note_of_nsys_cannot_overwrite_a_file_outside(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, artifact: str
 ) -> None:

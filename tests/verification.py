@@ -39,15 +39,27 @@ CELLS: dict[tuple[str, str], tuple[str, str, str]] = {
         "tests.tools.test_torch::test_a_trace_holds_ops_stages_and_who_recorded",
         f"{_SESSION}test_discrete_mode_records_each_stage_apart",
     ),
-    ("torch", "vLLM"): (REAL, f"{_GRPO}[e2e-vllm]", f"tests.engines.test_vllm.TestAsyncLLM::{_BY_STAGE}"),
-    ("torch", "SGLang"): (REAL, f"{_GRPO}[e2e-sglang]", f"tests.engines.test_sglang.TestEngine::{_BY_STAGE}"),
+    ("torch", "vLLM"): (
+        REAL,
+        f"{_GRPO}[e2e-vllm]",
+        f"tests.engines.test_vllm.TestAsyncLLM::{_BY_STAGE}",
+    ),
+    ("torch", "SGLang"): (
+        REAL,
+        f"{_GRPO}[e2e-sglang]",
+        f"tests.engines.test_sglang.TestEngine::{_BY_STAGE}",
+    ),
     ("torch", "transformers"): (REAL, f"{_GRPO}[e2e]", f"{_GRPO}[discrete]"),
     ("torch_memory", _MIXIN): (
         CONTRACT,
         f"{_NPU}test_the_memory_tool_beside_it",
         f"{_NPU}test_the_memory_tool_by_stage",
     ),
-    ("nsys", _MIXIN): (CONTRACT, f"{_NSYS}test_e2e", f"{_NSYS}test_discrete_with_a_stage_that_raises"),
+    ("nsys", _MIXIN): (
+        CONTRACT,
+        f"{_NSYS}test_e2e",
+        f"{_NSYS}test_discrete_with_a_stage_that_raises",
+    ),
     ("nsys", "vLLM"): (CONTRACT, f"{_VLLM_NSYS}[e2e]", f"{_VLLM_NSYS}[discrete]"),
     ("npu", _MIXIN): (CONTRACT, f"{_NPU}test_a_whole_step", f"{_NPU}test_each_stage_apart"),
     ("npu", "vLLM"): (
@@ -73,11 +85,15 @@ CELLS: dict[tuple[str, str], tuple[str, str, str]] = {
     ),
     ("spans", "vLLM"): (REAL, "tests.engines.test_vllm::test_engine_without_a_profiler", ""),
 }
-"""How a pair of tool and worker was verified, and the test of each mode, as ``module[.Class]::name``."""
+"""How a pair of tool and worker was verified, and the test of each mode,
+as ``module[.Class]::name``.
+"""
 
 
 def outcomes(reports: Iterable[Path]) -> dict[str, bool]:
-    """Return whether each test that ran passed, from JUnit reports; one that was skipped did not run."""
+    """Return whether each test that ran passed, from JUnit reports;
+    one that was skipped did not run.
+    """
     found: dict[str, bool] = {}
     for report in reports:
         for case in ET.parse(report).iter("testcase"):
@@ -101,7 +117,11 @@ def _entry(cell: tuple[str, ...], results: Mapping[str, bool] | None) -> str:
     """Return one outcome of both modes, or those of each mode that has a test."""
     how, *tests = cell
     by_mode = {
-        mode: how if results is None or results.get(test) else "FAILED" if test in results else "not run"
+        mode: how
+        if results is None or results.get(test)
+        else "FAILED"
+        if test in results
+        else "not run"
         for mode, test in zip(MODES, tests, strict=False)
         if test
     }

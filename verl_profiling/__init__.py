@@ -1,6 +1,7 @@
 """One timeline and one report for every profiled step of RL post-training.
 
-Recording modules are imported at the first use of their names, because the analysis does not need them.
+Recording modules are imported at the first use of their names, because the analysis does not need
+them.
 """
 
 from __future__ import annotations

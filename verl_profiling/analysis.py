@@ -54,7 +54,9 @@ __all__ = [
 ]
 
 FrameName: TypeAlias = str
-"""A table of :meth:`CapturedStep.to_frame`: one of :mod:`verl_profiling.report.tables`, or ``requests``."""
+"""A table of :meth:`CapturedStep.to_frame`: one of :mod:`verl_profiling.report.tables`,
+or ``requests``.
+"""
 
 Progress = Callable[[object], None]
 """Function that is called with each finished trace."""
@@ -72,7 +74,8 @@ def open_step(
         path: Step folder, trace, or a folder with one step or with the traces of one step.
         limits: How much of each trace is read.
         communication: Regular expressions of further communication kernels.
-        ray: Address of the Ray cluster that reads the traces, e.g. ``auto``; ``None`` for this host.
+        ray: Address of the Ray cluster that reads the traces, e.g. ``auto``; ``None`` for this
+            host.
 
     Raises:
         TraceFormatError: There is nothing to analyse, or the manifest cannot be read.
@@ -89,8 +92,14 @@ def only_step(steps: Sequence[CapturedStep], path: str | os.PathLike[str]) -> Ca
     """
     if len(steps) > 1:
         last = steps[-1].inputs
-        named = last.directory if last.manifest else " ".join(str(source.path) for source in last.sources)
-        raise ConfigError("path", f"{os.fspath(path)} holds {len(steps)} steps; give one, e.g. {named}")
+        named = (
+            last.directory
+            if last.manifest
+            else " ".join(str(source.path) for source in last.sources)
+        )
+        raise ConfigError(
+            "path", f"{os.fspath(path)} holds {len(steps)} steps; give one, e.g. {named}"
+        )
     return steps[0]
 
 
@@ -106,7 +115,8 @@ def open_run(
         path: Run folder, or any path for :func:`open_step`.
         limits: How much of each trace is read.
         communication: Regular expressions of further communication kernels.
-        ray: Address of the Ray cluster that reads the traces, e.g. ``auto``; ``None`` for this host.
+        ray: Address of the Ray cluster that reads the traces, e.g. ``auto``; ``None`` for this
+            host.
 
     Raises:
         TraceFormatError: There is no such file or folder, or it holds several runs.
@@ -127,7 +137,8 @@ def open_steps(
         paths: Paths as for :func:`open_run`.
         limits: How much of each trace is read.
         communication: Regular expressions of further communication kernels.
-        ray: Address of the Ray cluster that reads the traces, e.g. ``auto``; ``None`` for this host.
+        ray: Address of the Ray cluster that reads the traces, e.g. ``auto``; ``None`` for this
+            host.
 
     Returns:
         The readable steps, and one sentence per problem of incomplete or unreadable steps.
@@ -219,7 +230,8 @@ class CapturedRun:
     def never_came(self) -> str:
         """Return a sentence on scheduled steps that the loop never began; empty if there are none.
 
-        The sentence is also empty during training, for a killed run, and if ``run.json`` is damaged (see
+        The sentence is also empty during training, for a killed run, and if ``run.json`` is damaged
+        (see
         :meth:`check`).
         """
         return visible(never_came(known_run(self.directory)))
@@ -257,7 +269,9 @@ class CapturedStep:
 
     @property
     def manifest(self) -> Manifest | None:
-        """The expected artifacts with their status, on the controller's clock; ``None`` for plain traces."""
+        """The expected artifacts with their status, on the controller's clock;
+        ``None`` for plain traces.
+        """
         return self.inputs.manifest
 
     @property
@@ -266,19 +280,24 @@ class CapturedStep:
         return self._graph[0] if self._graph else None
 
     def by_step(self) -> list[CapturedStep]:
-        """Return the steps of a continuous capture, one object each; any other capture returns ``[self]``."""
+        """Return the steps of a continuous capture, one object each;
+        any other capture returns ``[self]``.
+        """
         parts = one_by_one(self.inputs)
         return [self] if len(parts) == 1 else [CapturedStep(part) for part in parts]
 
     def report(self, on_progress: Progress | None = None, *, keep_graph: bool = False) -> Report:
-        """Return the report, which notebooks show as an HTML page; only the first call reads the traces.
+        """Return the report, which notebooks show as an HTML page; only the first call reads the
+        traces.
 
         Args:
             on_progress: Called with each trace once it is read.
-            keep_graph: Whether the first call keeps :attr:`graph`, so that :meth:`what_if` reads no trace.
+            keep_graph: Whether the first call keeps :attr:`graph`, so that :meth:`what_if` reads no
+                trace.
 
         Raises:
-            ConfigError: The capture holds several steps, each with its own report (see :meth:`by_step`).
+            ConfigError: The capture holds several steps, each with its own report (see
+                :meth:`by_step`).
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
         from verl_profiling.predict.prediction import with_predictions
@@ -314,19 +333,20 @@ class CapturedStep:
         Only the first call reads the traces.
 
         Args:
-            scale: Factor of the time in each stage, or of kernels: ``kernel:`` and a pattern of their names,
-                e.g. ``kernel:*gemm*``, for which each call reads the traces.
+            scale: Factor of the time in each stage, or of kernels: ``kernel:`` and a pattern of
+                their names, e.g. ``kernel:*gemm*``, for which each call reads the traces.
             balance: Stages that take the mean of their workers on each worker.
             no_tail: Percentage of its trajectories (else requests) after which a rollout ends.
             tools: Duration of each call of a tool (s), or its factor as text, e.g. ``0.5x``.
             unblock: Tools and other spans that no longer block the event loop.
             replicas: Number of replicas; the prediction has an interval, as with the next one.
-            steps_ahead: Steps that a rollout is ahead of the training, on devices of its own: 0 or 1.
+            steps_ahead: Steps that a rollout is ahead of the training, on devices of its own: 0 or
+                1.
             on_progress: Called with each trace once it is read.
 
         Raises:
-            ConfigError: The step has no such stage, kernel, tool, rollout or requests, a number is wrong, or
-                the capture holds several steps.
+            ConfigError: The step has no such stage, kernel, tool, rollout or requests, a number is
+                wrong, or the capture holds several steps.
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
         from verl_profiling.predict.changes import Changes
@@ -335,16 +355,21 @@ class CapturedStep:
         from verl_profiling.predict.prediction import predict
         from verl_profiling.report.build import read_step
 
-        changes = Changes(scale or {}, balance, no_tail, tools or {}, unblock, replicas, steps_ahead)
+        changes = Changes(
+            scale or {}, balance, no_tail, tools or {}, unblock, replicas, steps_ahead
+        )
         if self._graph is None:
             self._only_step("what_if")
             content = read_step(self.inputs, on_progress)
             self._graph = graph_of(content), content.coverage.missing
         graph, missing = self._graph
-        return predict(graph, changes, self.step, missing, with_kernels(self.inputs, graph, changes.kernels))
+        return predict(
+            graph, changes, self.step, missing, with_kernels(self.inputs, graph, changes.kernels)
+        )
 
     def lanes(self, on_progress: Progress | None = None) -> list[Lane]:
-        """Read the traces and return the activity of each lane, as intervals on the controller's clock.
+        """Read the traces and return the activity of each lane, as intervals on the controller's
+        clock.
 
         The result is not cached: each call reads the traces again.
 
@@ -362,9 +387,11 @@ class CapturedStep:
         """Return one table of the report as a pandas data frame.
 
         Args:
-            name: The table. The first column is the step, the others are the fields of the row class in
-                :mod:`verl_profiling.report.columns`. The idle time of a worker has one column per cause,
-                ``lost_<cause>_us``. The table ``requests`` comes from the manifest; no trace is read for it.
+            name: The table. The first column is the step, the others are the fields of the row
+                class in
+                :mod:`verl_profiling.report.columns`. The idle time of a worker has one column per
+                cause, ``lost_<cause>_us``. The table ``requests`` comes from the manifest; no trace
+                is read for it.
 
         Raises:
             ConfigError: There is no table of this name.
@@ -378,10 +405,14 @@ class CapturedStep:
 
         choices = (*TABLES, "requests")
         if name not in choices:
-            raise ConfigError("to_frame", f"unknown table {name!r}; {choices_hint(str(name), choices)}")
+            raise ConfigError(
+                "to_frame", f"unknown table {name!r}; {choices_hint(str(name), choices)}"
+            )
         steps = self.by_step()
         if name == "requests":
-            tables = [(step.step, requests(step.manifest) if step.manifest else []) for step in steps]
+            tables = [
+                (step.step, requests(step.manifest) if step.manifest else []) for step in steps
+            ]
             return data_frame(RequestRow, tables)
         table = TABLES[name]
         return data_frame(table.row, [(step.step, table.rows(step.report())) for step in steps])
@@ -407,10 +438,11 @@ class CapturedStep:
             ranks: Ranks to keep of each role, e.g. ``0,8-15``.
             min_us: Minimum duration of kept events (us).
             max_bytes: Maximum size of the timeline; the shortest events are left out.
-            critical_path: Whether the first process is the critical path, which takes as much time and
-                memory as a report.
-            jobs: Number of processes. If ``jobs > 1`` and the caller has threads, its main module must be
-                importable, because ``multiprocessing`` then starts processes with ``spawn``.
+            critical_path: Whether the first process is the critical path, which takes as much time
+                and memory as a report.
+            jobs: Number of processes. If ``jobs > 1`` and the caller has threads, its main module
+                must be importable, because ``multiprocessing`` then starts processes with
+                ``spawn``.
             on_progress: Called with each trace after its merge.
 
         Raises:
@@ -443,13 +475,20 @@ class CapturedStep:
         )
 
     def _critical_path(self) -> Iterator[Slice]:
-        """Yield the critical path of each step of the capture; plain traces have none on their timeline."""
+        """Yield the critical path of each step of the capture;
+        plain traces have none on their timeline.
+        """
         for step in self.by_step():
             if step.manifest is not None:
                 for row in step.report().critical_path:
                     begin_ns = step.manifest.begin_ns + round(row.begin_us * 1000)
                     about = {"stage": row.stage, "process": row.who, "kind": row.kind}
-                    yield f"{row.who}: {row.kind}", begin_ns, begin_ns + round(row.duration_us * 1000), about
+                    yield (
+                        f"{row.who}: {row.kind}",
+                        begin_ns,
+                        begin_ns + round(row.duration_us * 1000),
+                        about,
+                    )
 
     def check(self) -> CheckResult:
         """Read every artifact to its last byte, and report missing, empty and damaged artifacts.
@@ -468,6 +507,8 @@ class CapturedStep:
         return self.inputs.output(name)
 
     def _window(self) -> tuple[tuple[int, int], ...]:
-        """Return begin and end (unix ns) of a step in traces of several steps, else an empty tuple."""
+        """Return begin and end (unix ns) of a step in traces of several steps,
+        else an empty tuple.
+        """
         manifest = self.inputs.manifest if self.inputs.capture else None
         return () if manifest is None else ((manifest.begin_ns, manifest.end_ns),)

@@ -1,8 +1,9 @@
 """A request for captures: its selection of workers, its origin, and its file.
 
-A person's request is a file in ``requests/`` of the run's folder, which the job removes when it reads the
-request. The outcome is in the manifests of the captures, or in a file with the reason of a refusal. Any user
-with write permission may request captures, so a request has bounded size and a fixed schema, without paths.
+A person's request is a file in ``requests/`` of the run's folder, which the job removes when it
+reads the request. The outcome is in the manifests of the captures, or in a file with the reason of
+a refusal. Any user with write permission may request captures, so a request has bounded size and a
+fixed schema, without paths.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _Names = Annotated[
     msgspec.Meta(min_length=1, max_length=64),
 ]
 _Numbers = Annotated[
-    tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)], ...], msgspec.Meta(min_length=1, max_length=4096)
+    tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)], ...],
+    msgspec.Meta(min_length=1, max_length=4096),
 ]
 
 
@@ -47,7 +49,8 @@ class CaptureSelection(
         mode: ``e2e`` or ``discrete``, in all roles.
         tools: Names of the recording tools, in all roles.
         roles: The roles that take part, including roles that the settings leave out.
-        ranks: Global accelerator ranks inside the role, including ranks that the settings leave out.
+        ranks: Global accelerator ranks inside the role, including ranks that the settings leave
+            out.
         replicas: Rollout replicas; ``ranks`` then apply to other roles only.
         stages: The recorded stages, in discrete mode.
     """
@@ -78,7 +81,8 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True):
     """The origin of a capture: the schedule, a person, or the watch.
 
     Attributes:
-        kind: ``schedule``: the settings. ``demand``: a person, during the run. ``anomaly``: the watch.
+        kind: ``schedule``: the settings. ``demand``: a person, during the run. ``anomaly``: the
+            watch.
         reason: Reason as a sentence; on demand, the requested selection.
         by: Requester of a capture on demand, e.g. ``root@node1``, or ``SIGUSR2``.
         request: Id of the request on demand.
@@ -86,7 +90,8 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True):
         noticed: Step with the anomaly.
         stage: The slow stage, if there is one; on demand, the only requested stage.
         span: Name of the slow span, if there is one.
-        suspects: Lanes of the processes that may be the cause, e.g. ``actor_rank3``; the likeliest first.
+        suspects: Lanes of the processes that may be the cause, e.g. ``actor_rank3``; the likeliest
+            first.
         peers: Lanes of processes of the same role, captured for comparison.
         value: Value in the step with the anomaly: seconds, a share of the step, or bytes.
         median: Median in the steps before, in the same unit.
@@ -158,7 +163,9 @@ def parse_ranks(value: Ranks, key: str) -> frozenset[int] | None:
     if isinstance(value, str):
         value = tuple(_ranks_in(value, key))
     if not value:
-        raise ConfigError(key, 'selects nothing; leave it out to select all, or write e.g. "0,8-15"')
+        raise ConfigError(
+            key, 'selects nothing; leave it out to select all, or write e.g. "0,8-15"'
+        )
     if min(value) < 0:
         raise ConfigError(key, f"rank {min(value)} is negative")
     return frozenset(value)
@@ -173,7 +180,9 @@ def _ranks_in(text: str, key: str) -> Iterator[int]:
             high = int(last) if dash else low
         except ValueError:
             other = ", or one_per_pp_stage" if key.endswith("ranks") else ""
-            raise ConfigError(key, f'{text!r} is not a list of ranks; write e.g. "0,8-15"{other}') from None
+            raise ConfigError(
+                key, f'{text!r} is not a list of ranks; write e.g. "0,8-15"{other}'
+            ) from None
         room -= high - low + 1
         if high < low or room < 0:
             raise ConfigError(key, f'{part.strip()!r} is not a range of ranks; write e.g. "8-15"')

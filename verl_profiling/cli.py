@@ -1,6 +1,7 @@
 """The command line, ``verl-profiling``: the list of its commands, and its errors.
 
-A new command is a line of :data:`COMMANDS`, and a module of its name in :mod:`verl_profiling.commands`.
+A new command is a line of :data:`COMMANDS`, and a module of its name in
+:mod:`verl_profiling.commands`.
 """
 
 from __future__ import annotations
@@ -54,8 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"verl-profiling {verl_profiling.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    parser.add_argument(
+        "--version", action="version", version=f"verl-profiling {verl_profiling.__version__}"
+    )
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", dest="command", required=True
+    )
     for name, summary in COMMANDS.items():
         subparser = commands.add_parser(name, help=summary)
         if name in argv[:1]:

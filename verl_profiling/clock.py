@@ -1,7 +1,7 @@
 """Reads clocks, and measures the offset between a host's clock and the controller's.
 
-During a recording, the time of a process is monotonic, even if the wall clock is set. Measured offsets are in
-the manifest, and :meth:`verl_profiling.manifest.Manifest.offset_ns` applies them.
+During a recording, the time of a process is monotonic, even if the wall clock is set. Measured
+offsets are in the manifest, and :meth:`verl_profiling.manifest.Manifest.offset_ns` applies them.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _domain = _kernel_domain
 def domain() -> str:
     """Return a name shared by exactly the processes that read the same system clock.
 
-    Containers on one machine have different host names but one kernel, hence one clock. So the name is the
-    kernel's boot id, or without one the host name.
+    Containers on one machine have different host names but one kernel, hence one clock. So the name
+    is the kernel's boot id, or without one the host name.
     """
     return _domain()
 

@@ -52,7 +52,9 @@ class TraceFormatError(ProfilingError, ValueError):
         offset: Byte offset (in the uncompressed content) at which reading failed, if known.
     """
 
-    def __init__(self, path: str | os.PathLike[str], problem: str, offset: int | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], problem: str, offset: int | None = None
+    ) -> None:
         where = "" if offset is None else f" at byte {offset}"
         super().__init__(f"{os.fspath(path)}{where}: {problem}")
         self.path = os.fspath(path)

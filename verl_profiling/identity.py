@@ -108,7 +108,8 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         topology: Coordinates in named parallel dimensions, e.g. ``{"dp": 1, "tp": 0}``.
         sizes: Number of ranks along these dimensions, if known.
         host: Host name, for people.
-        clock_domain: See :func:`verl_profiling.clock.domain`; equal domains need no clock correction.
+        clock_domain: See :func:`verl_profiling.clock.domain`; equal domains need no clock
+            correction.
         pid: Process id on ``host``; 0 before the first reply of the worker.
         namespace: Namespace of ``pid``, as of a :class:`ProcessId`.
     """
@@ -134,8 +135,8 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """Name of the worker, e.g. ``actor_rank3``, or ``rollout0`` for a rollout replica.
 
-        For a rank of a model-parallel group, coordinates are appended: ``actor_rank3_tp1_pp1``. Data-parallel
-        coordinates are left out, because the rank implies them.
+        For a rank of a model-parallel group, coordinates are appended: ``actor_rank3_tp1_pp1``.
+        Data-parallel coordinates are left out, because the rank implies them.
         """
         role = safe_name(self.role)
         if self.replica is not None:
@@ -164,8 +165,8 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
 def process_rank() -> tuple[int, int] | None:
     """Return rank and world size of this process; ``None`` if unknown.
 
-    The source is ``torch.distributed``, if initialised, else the launcher's RANK and WORLD_SIZE. torch is not
-    imported.
+    The source is ``torch.distributed``, if initialised, else the launcher's RANK and WORLD_SIZE.
+    torch is not imported.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -178,12 +179,16 @@ def process_rank() -> tuple[int, int] | None:
 
 
 def safe_name(text: str) -> str:
-    """Return ``text`` with all unsafe characters for a file name replaced by ``-``; at most 80 characters."""
+    """Return ``text`` with all unsafe characters for a file name replaced by ``-``;
+    at most 80 characters.
+    """
     return _UNSAFE.sub("-", text)[:80] or "-"
 
 
 def step_folder_name(step: int, recording: int = 1) -> str:
-    """Return the step folder's name, e.g. ``step_000012``, or ``step_000012.2`` for a second recording."""
+    """Return the step folder's name, e.g. ``step_000012``,
+    or ``step_000012.2`` for a second recording.
+    """
     return f"step_{step:06d}" + (f".{recording}" if recording > 1 else "")
 
 
@@ -197,13 +202,16 @@ def artifact_name(lane: str, suffix: str, stage: str | None = None, occurrence: 
         occurrence: 1 for the first run of the stage in the step, 2 for the second, ...
 
     Returns:
-        For example ``actor_rank0.update_actor.2.torch.json.gz``. A stage with unsafe characters also has a
+        For example ``actor_rank0.update_actor.2.torch.json.gz``. A stage with unsafe characters
+        also has a
             checksum, so that ``a/b`` and ``a-b`` have different files.
     """
     parts = [lane]
     if stage is not None:
         safe = safe_name(stage)
-        parts.append(safe if safe == stage else f"{safe}-{crc32(stage.encode(errors='replace')):08x}")
+        parts.append(
+            safe if safe == stage else f"{safe}-{crc32(stage.encode(errors='replace')):08x}"
+        )
         if occurrence > 1:
             parts.append(str(occurrence))
     return ".".join(parts) + suffix

@@ -1,8 +1,8 @@
 """The manifest: the only contract between capturing and analysing.
 
-A step folder's ``manifest.json`` lists all expected artifacts of the step, with their status. Times are unix
-nanoseconds on the clock of the measuring process; :class:`HostClock` has the offset of a host's clock from
-the controller's.
+A step folder's ``manifest.json`` lists all expected artifacts of the step, with their status. Times
+are unix nanoseconds on the clock of the measuring process; :class:`HostClock` has the offset of a
+host's clock from the controller's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 _MOST_NAMED = 10
-_MOST_METRICS = 10_000  # of one call: a loop has hundreds, and 300,000 held up a hook for half a minute
+# of one call: a loop has hundreds, and 300,000 held up a hook for half a minute
+_MOST_METRICS = 10_000
 MANIFEST_NAME = "manifest.json"
 RUN_NAME = "run.json"
 
@@ -56,7 +57,9 @@ CAPTURE_START, CAPTURE_STOP = "capture_start", "capture_stop"
 """The loop's pauses before and after a captured step."""
 
 WAIT = "wait:"
-"""Begin of the name of a stage or span that only waits, e.g. for a free slot: no work of its own."""
+"""Begin of the name of a stage or span that only waits, e.g. for a free slot:
+no work of its own.
+"""
 POLLING = "polling the replay buffer"
 """The stage in which a trainer sleeps between two polls for finished trajectories."""
 
@@ -70,10 +73,14 @@ CUT_SHORT = "the step was cut short"
 """The beginning of the note with the reason why a step ended early."""
 
 MAX_NS = 4 * 10**18
-"""Largest time in a manifest or a trace (the year 2096): sums and differences of two times fit 64 bits."""
+"""Largest time in a manifest or a trace (the year 2096):
+sums and differences of two times fit 64 bits.
+"""
 
 MOST_NESTED = 32
-"""Most levels of stages and spans that calculations follow: each has work and memory for all around it."""
+"""Most levels of stages and spans that calculations follow:
+each has work and memory for all around it.
+"""
 
 Ns = Annotated[int, msgspec.Meta(ge=-MAX_NS, le=MAX_NS)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
@@ -95,7 +102,8 @@ class StageSpan(msgspec.Struct, frozen=True):
         end_ns: End of the run.
         thread: Native id of the stage's thread (Python's own id after the end of the thread).
         depth: 0 for an outermost stage, 1 for a stage inside one, ...
-        failed: Whether user code raised inside the stage, or the stage was open at the end of the capture.
+        failed: Whether user code raised inside the stage, or the stage was open at the end of the
+            capture.
     """
 
     name: str
@@ -131,8 +139,8 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
         path: Path relative to the step folder.
         lane: Lane of the artifact in the timeline, e.g. ``actor_rank0`` or ``rollout0_rank1``.
         tool: Name of the tool.
-        status: Status. ``pending``: the file was still being compressed or uploaded in the background when
-            the manifest was written. A file at ``path`` is complete.
+        status: Status. ``pending``: the file was still being compressed or uploaded in the
+            background when the manifest was written. A file at ``path`` is complete.
         stage: Recorded stage, in discrete mode; ``None`` in e2e mode.
         occurrence: Number of the stage's run in this step, from 1.
         begin_ns: Begin of the recording.
@@ -140,10 +148,11 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
         bytes: Size on disk, if known.
         events: Number of trace events, if known.
         step: Step in which the recording began.
-        policy_versions: Versions of a rollout engine's weights during its window, in order, if known;
-            more than one if the weights were updated inside the window.
+        policy_versions: Versions of a rollout engine's weights during its window, in order, if
+            known; more than one if the weights were updated inside the window.
         reason: Reason for any status but ``ok``, or a remark.
-        unrecorded_device: Kind of a device (``cuda``) that was in use but has no events in the trace.
+        unrecorded_device: Kind of a device (``cuda``) that was in use but has no events in the
+            trace.
         where: ``host:path`` of a file on another host's own file system.
     """
 
@@ -164,7 +173,9 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     where: str = ""
 
     def is_run_of(self, other: Artifact) -> bool:
-        """Return whether both artifacts describe the same recording, independent of their status."""
+        """Return whether both artifacts describe the same recording,
+        independent of their status.
+        """
         own, its = ((one.lane, one.tool, one.stage, one.occurrence) for one in (self, other))
         return own == its
 
@@ -186,7 +197,9 @@ def expected_artifact(
         occurrence: Number of the stage's run in this step, from 1.
     """
     path = artifact_name(lane, suffix, stage, occurrence)
-    return Artifact(path=path, lane=lane, tool=tool, status="missing", stage=stage, occurrence=occurrence)
+    return Artifact(
+        path=path, lane=lane, tool=tool, status="missing", stage=stage, occurrence=occurrence
+    )
 
 
 class ToolSpan(msgspec.Struct, frozen=True):
@@ -208,8 +221,8 @@ class ToolSpan(msgspec.Struct, frozen=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence that a rollout engine generated, if it ended during the capture.
 
-    Times are unix nanoseconds on the clock of the process that sent the request; a time that the engine does
-    not report is 0.
+    Times are unix nanoseconds on the clock of the process that sent the request; a time that the
+    engine does not report is 0.
 
     Attributes:
         replica: Index of the serving replica.
@@ -246,8 +259,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     def parts(self) -> list[tuple[RequestPart, int, int]]:
         """Return the consecutive parts of the request without gaps: name, begin, end.
 
-        Parts with an unknown border are joined: ``first token`` is queued and prefill, and ``generate`` is
-        queued, prefill and decode.
+        Parts with an unknown border are joined: ``first token`` is queued and prefill, and
+        ``generate`` is queued, prefill and decode.
         """
         marks: tuple[tuple[RequestPart, int], ...] = (
             ("to the engine", self.arrival_ns),
@@ -273,7 +286,8 @@ class HostClock(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         host: Host name.
-        clock_domain: Clock domain of the workers with this clock (see ``WorkerIdentity.clock_domain``).
+        clock_domain: Clock domain of the workers with this clock (see
+            ``WorkerIdentity.clock_domain``).
         offset_ns: Offset at the begin of the capture.
         error_ns: Error bound of ``offset_ns``: half of the shortest round trip.
         closing_offset_ns: Offset at the end of the capture (drift shows as a difference).
@@ -297,8 +311,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         kind: ``cuda``, ``npu``, ``xpu``, or ``cpu`` for a worker without an accelerator.
         index: Number of the device in the process and its traces.
         uuid: UUID of the device in lower case, without ``GPU-``; empty if unknown.
-        place: Host, and number of the device on the host (``node7/3``); empty if unknown. On a CPU, the share
-            of an accelerator that Ray gave to the process.
+        place: Host, and number of the device on the host (``node7/3``); empty if unknown. On a CPU,
+            the share of an accelerator that Ray gave to the process.
     """
 
     kind: str
@@ -317,7 +331,8 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
         step: First step of the capture.
         mode: ``e2e`` or ``discrete``.
         tools: Names of the tools that recorded.
-        status: The worst status among the artifacts; without artifacts, the status of the capture itself.
+        status: The worst status among the artifacts; without artifacts, the status of the capture
+            itself.
         reason: Reason for any status but ``ok``.
         artifacts: All expected artifacts of the worker.
         stages: Spans of the worker's stages, in order of their begin.
@@ -326,12 +341,12 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
         tool_spans: Starts and stops of the worker's tools, in order of their end.
         notes: Sentences for the user, e.g. on a selection that matched nothing.
         requests: Inference requests that a rollout engine served, in order of their end.
-        policy_versions: Versions of a rollout engine's weights during the capture, in order, if known;
-            several after a weight update.
+        policy_versions: Versions of a rollout engine's weights during the capture, in order, if
+            known; several after a weight update.
         metrics: Plain numbers recorded with the capture, e.g.
             ``{"stage/update_actor/process_peak_rss_bytes": ...}``.
-        devices: Known devices: of a replica, in order of rank; of any other worker, the used devices of its
-            process.
+        devices: Known devices: of a replica, in order of rank; of any other worker, the used
+            devices of its process.
         requests_logged: Whether requests were logged, so that an engine without requests was idle.
         pending_since_ns: Times of sending of the requests that were open at the end of the log.
         process: The recording process.
@@ -370,8 +385,12 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
     clock: HostClock | None = None
 
     def cost_s(self, call: Literal["start", "stop"]) -> float:
-        """Return the time of starting, or of stopping, the worker's tools; a stop includes writing."""
-        return sum(span.end_ns - span.begin_ns for span in self.tool_spans if span.name == call) / 1e9
+        """Return the time of starting, or of stopping, the worker's tools;
+        a stop includes writing.
+        """
+        return (
+            sum(span.end_ns - span.begin_ns for span in self.tool_spans if span.name == call) / 1e9
+        )
 
     @property
     def name(self) -> str:
@@ -395,22 +414,23 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         schema_version: Version of this schema.
         run_id: Identifies the run.
         capture_id: Identifies the capture within the run.
-        state: ``begun``: written at the begin of the capture, with expected artifacts. ``written``: final.
+        state: ``begun``: written at the begin of the capture, with expected artifacts. ``written``:
+            final.
         step: First captured step, with whose number the folder is named.
         steps: All captured steps (several in a continuous capture).
         step_spans: Begin and end of each step, in order.
         policy_version: Version of the weights, if the loop reports one.
         begin_ns: Time at which ``on_step_begin`` returned to the loop, on the controller's clock.
-        end_ns: Time at which the loop called ``on_step_end``. The calls that start and stop the capture are
-            not part of the step.
+        end_ns: Time at which the loop called ``on_step_end``. The calls that start and stop the
+            capture are not part of the step.
         complete: ``False`` if the step ended early (an exception, the end of the process).
         controller: The process that runs the loop.
         process: Unique identity of the same process, even if its pid is used again.
         stages: The controller's stages.
         pauses: Pauses of the controller's process by Python's garbage collector.
-        outside: Stages of the loop's process around the step: ``capture_start`` before it, ``capture_stop``
-            after it (which includes ``write``), then the loop's own stages, such as ``validate``, until the
-            next step or the end.
+        outside: Stages of the loop's process around the step: ``capture_start`` before it,
+            ``capture_stop`` after it (which includes ``write``), then the loop's own stages, such
+            as ``validate``, until the next step or the end.
         rpcs: Calls of the capture to workers.
         workers: One entry per expected worker.
         clocks: One entry per clock domain.
@@ -451,14 +471,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def runs_the_loop(self, worker: CaptureResult) -> bool:
         """Return whether a worker is the rank of an SPMD program whose stages are the loop's."""
-        own, stages = ({(one.name, one.begin_ns) for one in spans} for spans in (worker.stages, self.stages))
+        own, stages = (
+            {(one.name, one.begin_ns) for one in spans} for spans in (worker.stages, self.stages)
+        )
         return worker.process == self.process is not None and own == stages != set()
 
 
 class NsysRange(msgspec.Struct, frozen=True, kw_only=True):
     """One range of the ``nsys`` tool, as logged by its process next to the reports.
 
-    Nsight Systems numbers its reports by process and range; only the process knows the step and the stage.
+    Nsight Systems numbers its reports by process and range; only the process knows the step and the
+    stage.
 
     Attributes:
         number: Number of the range in the process, from 1.
@@ -487,7 +510,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
         process: The process that runs the loop.
         config: The settings as used.
         versions: Versions of the relevant packages.
-        first_step: The first step of the loop; like the next three fields, added at the end of training.
+        first_step: The first step of the loop; like the next three fields, added at the end of
+            training.
         last_step: The last step of the loop.
         end_ns: End of training; ``None`` during training, and for a killed run.
         never_came: The steps in ``schedule.steps`` that the loop never began.
@@ -530,11 +554,15 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
         if self.end_ns is not None:
             last = f" after step {self.last_step}" if self.last_step is not None else ""
             return f"training ended{last}, at {local_time(self.end_ns)}"
-        return f"{self.process}, which ran the job, is gone" if self.process.alive() is False else ""
+        return (
+            f"{self.process}, which ran the job, is gone" if self.process.alive() is False else ""
+        )
 
 
 def worst_status(artifacts: Iterable[Artifact]) -> tuple[CaptureStatus, str]:
-    """Return the status of a capture with these artifacts, and the reason for any status but ``ok``."""
+    """Return the status of a capture with these artifacts,
+    and the reason for any status but ``ok``.
+    """
     artifacts = list(artifacts)
     worst: tuple[tuple[ArtifactStatus, CaptureStatus], ...] = (
         ("failed", "failed"),
@@ -550,7 +578,9 @@ def worst_status(artifacts: Iterable[Artifact]) -> tuple[CaptureStatus, str]:
 
 
 def with_artifacts(result: CaptureResult, artifacts: list[Artifact]) -> CaptureResult:
-    """Return a result with new artifacts, and with their status if it had the status of the old ones."""
+    """Return a result with new artifacts, and with their status if it had the status
+    of the old ones.
+    """
     status, reason = result.status, result.reason
     if (status, reason) == worst_status(result.artifacts):
         status, reason = worst_status(artifacts)
@@ -561,15 +591,18 @@ def finite_numbers(metrics: Mapping[str, Any] | None) -> tuple[dict[str, float],
     """Return the entries that are finite numbers, and notes on numbers that are not finite.
 
     Args:
-        metrics: The loop's metrics, of any type; scalars of NumPy and torch are numbers. No value raises,
-        because a capture must not make a step fail.
+        metrics: The loop's metrics, of any type; scalars of NumPy and torch are numbers. No value
+        raises, because a capture must not make a step fail.
     """
     numbers: dict[str, float] = {}
     infinite: list[str] = []
     try:
         entries = list(islice(metrics.items(), _MOST_METRICS + 1)) if metrics is not None else []
     except Exception:
-        return {}, [f"the metrics are a {type(metrics).__name__}, no mapping from names to numbers: left out"]
+        return {}, [
+            f"the metrics are a {type(metrics).__name__}, no mapping from names to numbers: "
+            "left out"
+        ]
     notes = []
     if len(entries) > _MOST_METRICS:
         notes.append(f"metrics after the first {_MOST_METRICS:,} were left out")
@@ -587,5 +620,7 @@ def finite_numbers(metrics: Mapping[str, Any] | None) -> tuple[dict[str, float],
     if not infinite:
         return numbers, notes
     more = f" and {len(infinite) - _MOST_NAMED} more" if len(infinite) > _MOST_NAMED else ""
-    notes.append(f"metrics that are not finite were left out: {', '.join(infinite[:_MOST_NAMED])}{more}")
+    notes.append(
+        f"metrics that are not finite were left out: {', '.join(infinite[:_MOST_NAMED])}{more}"
+    )
     return numbers, notes

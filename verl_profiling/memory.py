@@ -28,12 +28,15 @@ def own_bytes() -> int | None:
 
 
 def process_peak_bytes() -> int:
-    """Return the highest resident size of this process in bytes, since its start or the last reset."""
+    """Return the highest resident size of this process in bytes,
+    since its start or the last reset.
+    """
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT_BYTES
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes that this process can still allocate: the least of the machine and its cgroups.
+    """Return the bytes that this process can still allocate: the least of the machine and its
+    cgroups.
 
     Args:
         root: The folder that contains ``proc`` and ``sys``.
@@ -45,7 +48,9 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _of_cgroups(root: Path) -> Iterator[int]:
-    """Yield the free bytes under each cgroup limit of this process; droppable file caches count as free."""
+    """Yield the free bytes under each cgroup limit of this process;
+    droppable file caches count as free.
+    """
     own = root / "proc/self/cgroup"
     for line in own.read_text().splitlines() if own.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -61,7 +66,10 @@ def _of_cgroups(root: Path) -> Iterator[int]:
         for folder in (lowest, *lowest.parents):
             if folder.is_relative_to(base):
                 with suppress(OSError, ValueError):  # the root has none, and "max" is no limit
-                    most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+                    most, used = (
+                        int((folder / limit).read_text()),
+                        int((folder / usage).read_text()),
+                    )
                     yield max(0, most - used + _statistic(folder / "memory.stat", droppable))
 
 

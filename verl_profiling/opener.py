@@ -1,7 +1,8 @@
 """Opens, writes and removes the files of a run; other modules open none by name.
 
-Others may write the folder of a run, or have made it. So no link is followed in the place of a file or of its
-folder, and a new file has a random name until it is whole. Folders further up are taken as they are.
+Others may write the folder of a run, or have made it. So no link is followed in the place of a file
+or of its folder, and a new file has a random name until it is whole. Folders further up are taken
+as they are.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ SMALL_BYTES = 64 << 20
 
 _PART = ".part"
 _OLD_S = 24 * 3600
-_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # the open of a pipe would wait for a writer
+_NO_LINK = (
+    os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+)  # the open of a pipe would wait for a writer
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK
 _PLAIN_WORDS = {errno.ELOOP: "is a link", errno.ENOTDIR: "it or its folder is a link, or no folder"}
 
@@ -38,14 +41,21 @@ def named_file(folder: Path, name: str) -> Path:
         name: Path relative to ``folder``.
 
     Raises:
-        TraceFormatError: The path leads out of the folder, or is neither a regular file nor a folder.
+        TraceFormatError: The path leads out of the folder, or is neither a regular file nor a
+            folder.
     """
     path = folder / name
     try:
         is_inside = path.resolve().is_relative_to(folder.resolve())
         is_special = path.exists() and not (path.is_file() or path.is_dir())
-    except (OSError, ValueError, RuntimeError) as error:  # too long, with a NUL, or links in a circle
-        raise TraceFormatError(folder, f"lists {name!r:.99}, no path inside of it: {error}") from error
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # too long, with a NUL, or links in a circle
+        raise TraceFormatError(
+            folder, f"lists {name!r:.99}, no path inside of it: {error}"
+        ) from error
     if not (name and is_inside):
         raise TraceFormatError(folder, f"lists {name!r:.99}, which is not a path inside the folder")
     if is_special:
@@ -62,7 +72,8 @@ def opened(path: Path) -> BinaryIO:
     """Open a regular file for reading.
 
     Raises:
-        OSError: The file cannot be opened, is a link, lies in a link, or is a pipe, a device or a folder.
+        OSError: The file cannot be opened, is a link, lies in a link, or is a pipe, a device or a
+            folder.
     """
     return os.fdopen(_descriptor(path, os.O_RDONLY), "rb")
 
@@ -177,7 +188,8 @@ def remove_file(path: Path) -> None:
 
 
 def make_folder(path: Path, *, exist_ok: bool = True) -> None:
-    """Make a folder that is open to nobody else than its parent folder is; missing parents are made, too.
+    """Make a folder that is open to nobody else than its parent folder is; missing parents are
+    made, too.
 
     Raises:
         OSError: The folder cannot be made, exists although ``exist_ok`` is ``False``, or is a link.
@@ -255,7 +267,9 @@ def _descriptor(path: Path, flags: int) -> int:
 
 
 def _mode_in(folder: int) -> int:
-    """Return the mode of a new file before the umask: nobody else reads or writes it than the folder."""
+    """Return the mode of a new file before the umask:
+    nobody else reads or writes it than the folder.
+    """
     return 0o600 | (os.fstat(folder).st_mode & 0o666)
 
 

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from verl_profiling.errors import ToolUnavailableError
-from verl_profiling.opener import SMALL_BYTES, make_folder, names_in, read_small, remove_file, whole_file
+from verl_profiling.opener import (
+    SMALL_BYTES,
+    make_folder,
+    names_in,
+    read_small,
+    remove_file,
+    whole_file,
+)
 from verl_profiling.units import visible
 
 if TYPE_CHECKING:
@@ -31,18 +38,22 @@ def check_url(url: str) -> None:
     """Check that there is a file system for a URL, without connecting.
 
     Raises:
-        ToolUnavailableError: There is no file system for the URL; the message has the packages to install.
+        ToolUnavailableError: There is no file system for the URL; the message has the packages to
+            install.
     """
     try:
         import fsspec
         import tenacity  # noqa: F401
     except ImportError:
         raise ToolUnavailableError(
-            f"{visible(url)} is a URL, which needs fsspec and tenacity: pip install 'verl-profiling[remote]'"
+            f"{visible(url)} is a URL, which needs fsspec and tenacity: pip install "
+            "'verl-profiling[remote]'"
         ) from None
     protocol = url.partition("://")[0]
     if "::" in protocol:
-        raise ToolUnavailableError(f"{visible(url)} is a chain of URLs; give the URL of the store itself")
+        raise ToolUnavailableError(
+            f"{visible(url)} is a chain of URLs; give the URL of the store itself"
+        )
     try:
         fsspec.get_filesystem_class(protocol)
     except (ImportError, ValueError) as error:
@@ -50,8 +61,12 @@ def check_url(url: str) -> None:
 
 
 def copy_line(folder: Path, url: str) -> str:
-    """Return the command that uploads the remaining files of a folder; a password in the URL is masked."""
-    put = f"fs, path = fsspec.url_to_fs('{visible(url)}'); fs.put('{folder}/', path, recursive=True)"
+    """Return the command that uploads the remaining files of a folder;
+    a password in the URL is masked.
+    """
+    put = (
+        f"fs, path = fsspec.url_to_fs('{visible(url)}'); fs.put('{folder}/', path, recursive=True)"
+    )
     return f'python -c "import fsspec; {put}"'
 
 
@@ -68,7 +83,9 @@ def _file_system(url: str) -> AbstractFileSystem:
 
     scheme, _, rest = url.partition("://")
     key = (scheme, rest.partition("/")[0])
-    known: dict[tuple[str, str], AbstractFileSystem] = _of_thread.__dict__.setdefault("file_systems", {})
+    known: dict[tuple[str, str], AbstractFileSystem] = _of_thread.__dict__.setdefault(
+        "file_systems", {}
+    )
     if key not in known:
         known[key], _ = url_to_fs(url, skip_instance_cache=True)
     return known[key]
@@ -113,8 +130,8 @@ class RemoteFolder:
     def create(self, name: str, data: bytes) -> bool:
         """Write a file unless it exists; return whether the file then has the content ``data``.
 
-        In a store without exclusive creation, the file is read before and after; of two concurrent writers,
-        at most one succeeds.
+        In a store without exclusive creation, the file is read before and after; of two concurrent
+        writers, at most one succeeds.
         """
         path = f"{self._path}/{name}"
         self._make_parents(path)
@@ -145,8 +162,14 @@ class RemoteFolder:
         """
         from tenacity import Retrying, stop_after_delay, wait_exponential
 
-        retrying = Retrying(stop=stop_after_delay(retry_s), wait=wait_exponential(0.5, max=30), reraise=True)
-        files = [file for file in sorted(local.rglob("*")) if file.is_file()] if local.is_dir() else [local]
+        retrying = Retrying(
+            stop=stop_after_delay(retry_s), wait=wait_exponential(0.5, max=30), reraise=True
+        )
+        files = (
+            [file for file in sorted(local.rglob("*")) if file.is_file()]
+            if local.is_dir()
+            else [local]
+        )
         for file in files:
             inside = "" if file is local else f"/{file.relative_to(local).as_posix()}"
             retrying(self._put_file, file, f"{self._path}/{name}{inside}")
@@ -179,7 +202,8 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True):
     retry_s: float
 
     def move(self, path: Path, name: str, *, keep: bool = False) -> None:
-        """Upload a file or folder, and remove the local one; the parent folder stays for other writers.
+        """Upload a file or folder, and remove the local one; the parent folder stays for other
+        writers.
 
         Args:
             path: The file or folder.
@@ -225,7 +249,9 @@ class LocalFolder:
         return read_small(self.path / name)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a file unless it exists; return whether it was written. Of several writers, one succeeds."""
+        """Write a file unless it exists; return whether it was written. Of several writers,
+        one succeeds.
+        """
         if not self.path.is_dir():
             make_folder(self.path)
         try:

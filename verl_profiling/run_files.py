@@ -98,7 +98,8 @@ def read_manifest(step_dir: Path) -> Manifest:
     """Read the manifest of a step folder, with newer results from the result files of the workers.
 
     Raises:
-        TraceFormatError: The manifest is missing, invalid, or has a newer schema; or the folder is a link.
+        TraceFormatError: The manifest is missing, invalid, or has a newer schema; or the folder is
+            a link.
     """
     if step_dir.is_symlink():
         raise TraceFormatError(step_dir, f"is a link; give the folder itself, {step_dir.resolve()}")
@@ -108,7 +109,8 @@ def read_manifest(step_dir: Path) -> Manifest:
         version = msgspec.json.decode(data, type=dict[str, Any]).get("schema_version")
         if isinstance(version, int) and version > SCHEMA_VERSION:
             raise TraceFormatError(
-                path, f"schema version {version}, newer than {SCHEMA_VERSION}: update verl-profiling"
+                path,
+                f"schema version {version}, newer than {SCHEMA_VERSION}: update verl-profiling",
             )
         return _folded(step_dir, msgspec.json.decode(data, type=Manifest))
     except _UNREADABLE as error:
@@ -152,8 +154,12 @@ def _folded(folder: Path, manifest: Manifest) -> Manifest:
         workers.append(_settled(folder, _newer(worker, own)))
     workers += [_settled(folder, result) for result in results.values()]
     workers.sort(key=lambda one: (one.identity.role, one.identity.replica or 0, one.identity.rank))
-    cut = [f"{CUT_SHORT}: {worker.name}: {worker.cut_short}" for worker in workers if worker.cut_short]
-    clocks = {worker.clock.clock_domain: worker.clock for worker in workers if worker.clock is not None}
+    cut = [
+        f"{CUT_SHORT}: {worker.name}: {worker.cut_short}" for worker in workers if worker.cut_short
+    ]
+    clocks = {
+        worker.clock.clock_domain: worker.clock for worker in workers if worker.clock is not None
+    }
     clocks |= {clock.clock_domain: clock for clock in manifest.clocks}
     return msgspec.structs.replace(
         manifest,
@@ -189,7 +195,9 @@ def capture_of(capture_id: str) -> str:
 
 def _newer(reply: CaptureResult, file: CaptureResult | None) -> CaptureResult:
     if file is None and not reply.revision:
-        return msgspec.structs.replace(reply, reason="; ".join(filter(None, (reply.reason, _status(reply)))))
+        return msgspec.structs.replace(
+            reply, reason="; ".join(filter(None, (reply.reason, _status(reply))))
+        )
     if file is None or file.revision <= reply.revision:
         return reply
     if file.stopped or reply.status != "failed":
@@ -205,14 +213,20 @@ def _status(reply: CaptureResult) -> str:
     process = reply.process
     if process is None or reply.status == "skipped" or process.alive():
         return ""
-    return f"{process} has ended" if process.alive() is False else f"{process} cannot be checked on this host"
+    return (
+        f"{process} has ended"
+        if process.alive() is False
+        else f"{process} cannot be checked on this host"
+    )
 
 
 def _settled(folder: Path, worker: CaptureResult) -> CaptureResult:
     """Return a worker with final statuses of its artifacts, if no process works on them."""
     if not worker.artifacts:
         return worker
-    return with_artifacts(worker, [_on_disk(folder, worker, artifact) for artifact in worker.artifacts])
+    return with_artifacts(
+        worker, [_on_disk(folder, worker, artifact) for artifact in worker.artifacts]
+    )
 
 
 def _on_disk(folder: Path, worker: CaptureResult, artifact: Artifact) -> Artifact:
@@ -220,7 +234,9 @@ def _on_disk(folder: Path, worker: CaptureResult, artifact: Artifact) -> Artifac
         if artifact.reason or not _sizes(folder, artifact):  # with a reason, it was not uploaded
             return artifact
         artifact = msgspec.structs.replace(artifact, where="")  # it has been fetched
-    waits = artifact.status == "pending" and not artifact.reason  # with a reason, a command collects it
+    waits = (
+        artifact.status == "pending" and not artifact.reason
+    )  # with a reason, a command collects it
     if not waits or not _is_over(folder, worker):
         return artifact
     sizes = _sizes(folder, artifact)
@@ -251,8 +267,8 @@ def _is_over(folder: Path, worker: CaptureResult) -> bool:
 def recorded_folder(where: str, name: str, worker: str, capture_id: str) -> Path:
     """Return the step folder of a file on another host's disk, which is this host.
 
-    A manifest may be a stranger's, and name any path. So the folder must hold what only the run left there:
-    the result file of the worker, of the same capture.
+    A manifest may be a stranger's, and name any path. So the folder must hold what only the run
+    left there: the result file of the worker, of the same capture.
 
     Args:
         where: ``host:path`` of the file.
@@ -270,7 +286,9 @@ def recorded_folder(where: str, name: str, worker: str, capture_id: str) -> Path
     except (*_UNREADABLE, TraceFormatError):
         result = None
     if result is None or capture_of(result.capture_id) != capture_id:
-        raise TraceFormatError(there, f"is not opened: no result of {worker} of this capture is beside it")
+        raise TraceFormatError(
+            there, f"is not opened: no result of {worker} of this capture is beside it"
+        )
     return folder
 
 
@@ -318,8 +336,12 @@ class EventFile:
         Raises:
             OSError: The disk is full.
         """
-        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        self._write(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        values = [
+            self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()
+        ]
+        self._write(
+            self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
+        )
 
     def _write(self, event: Any) -> None:
         with appended(self._path) as file:

@@ -1,7 +1,7 @@
 """Shifts of durations against their own past: their spread, and the evidence for changes.
 
-A shift is the logarithm of a duration over the median before it. The spread is robust: two of three shifts
-are within it. If successive shifts are similar, as in a drift, the spread counts as wider.
+A shift is the logarithm of a duration over the median before it. The spread is robust: two of three
+shifts are within it. If successive shifts are similar, as in a drift, the spread counts as wider.
 """
 
 from __future__ import annotations
@@ -34,13 +34,17 @@ _RARE, _MOST = 0.01, 0.5
 _OF_WHAT_MATTERS = 0.7
 _KEPT, _ENOUGH, _OF_A_QUIET_STEP = 0.98, 0.95, 0.12
 _IS_BACK = 0.25
-"""Share of a change's excess below which a duration is back; nearly all steps are, if they vary by 8%."""
+"""Share of a change's excess below which a duration is back; nearly all steps are,
+if they vary by 8%.
+"""
 
 _STEPS_BACK = 3
 """Steps in a row that are back; fewer are frequent in a change whose steps vary by 30%."""
 
 _STAYED = 0.95
-"""Least share of a fault's steps above half of its excess, which steps that vary by 20% do not reach."""
+"""Least share of a fault's steps above half of its excess,
+which steps that vary by 20% do not reach.
+"""
 
 
 def noticed_from(ratio: float, spread: float) -> float:
@@ -70,11 +74,13 @@ class _Change:
 
 
 class Past:
-    """The past of a duration (s). The latest steps join the past with a delay, because they may be a change.
+    """The past of a duration (s). The latest steps join the past with a delay, because they may be
+    a change.
 
-    The steps of a detected change move the median, but are no noise. When the duration is back, the past is
-    the one before the change. Otherwise a repaired fault of a dozen steps hides the next one. What varies in
-    a change that lasts a window is noise; so is a change that was not nearly always above half of its excess.
+    The steps of a detected change move the median, but are no noise. When the duration is back, the
+    past is the one before the change. Otherwise a repaired fault of a dozen steps hides the next
+    one. What varies in a change that lasts a window is noise; so is a change that was not nearly
+    always above half of its excess.
 
     Attributes:
         before: Durations in the window before the last step.
@@ -146,19 +152,29 @@ class Past:
     def spread(self) -> float:
         """The spread of the past, known after half a window."""
         shifts = self._earlier(self._shifts)
-        spread, jump = _most(map(abs, shifts)), _most(abs(one - before) for before, one in pairwise(shifts))
+        spread, jump = (
+            _most(map(abs, shifts)),
+            _most(abs(one - before) for before, one in pairwise(shifts)),
+        )
         return spread * min(max(sqrt(2) * spread / (_ALIKE * jump), 1.0), _MOST_ALIKE)
 
     def evidence(self, value: float, usual: float, ratio: float) -> float:
-        """Return the evidence of a duration for a change: small at ``ratio``, negative within the spread.
+        """Return the evidence of a duration for a change: small at ``ratio``, negative within the
+        spread.
 
         The evidence is at most half of a detection, and smaller if the past had such shifts often.
         """
         if len(self.before) < self._enough:
             return -1.0
-        shifted, spread, shifts = self._shift(value, usual), self.spread, self._earlier(self._shifts)
+        shifted, spread, shifts = (
+            self._shift(value, usual),
+            self.spread,
+            self._earlier(self._shifts),
+        )
         share = max(sum(one >= shifted for one in shifts) / len(shifts), _RARE)
-        return min(_MOST, (shifted - _least(ratio, spread)) / _full(spread)) * log(share) / log(_RARE)
+        return (
+            min(_MOST, (shifted - _least(ratio, spread)) / _full(spread)) * log(share) / log(_RARE)
+        )
 
     def _earlier(self, of_steps: deque[float]) -> list[float]:
         return [*of_steps][: max(self._enough, len(of_steps) - _LATEST)]
@@ -170,9 +186,10 @@ class Past:
 class Series:
     """A duration (s), step by step, and the evidence that the duration grew.
 
-    Evidence is summed over steps, and fades. A step adds at most half of the evidence for a detection, so one
-    outlier is no change. An ongoing change is detected once, and again if it becomes larger. After a normal
-    step, and within a window of such steps, a change is detected again only if it lasts longer than before.
+    Evidence is summed over steps, and fades. A step adds at most half of the evidence for a
+    detection, so one outlier is no change. An ongoing change is detected once, and again if it
+    becomes larger. After a normal step, and within a window of such steps, a change is detected
+    again only if it lasts longer than before.
 
     Attributes:
         value: The current duration.
@@ -196,7 +213,9 @@ class Series:
         return self.value - self.past.usual
 
     def measure(self, value: float, ratio: float | None, matters_s: float) -> float:
-        """Set the duration of a step (s); return its evidence for a change, negative if there is none."""
+        """Set the duration of a step (s); return its evidence for a change,
+        negative if there is none.
+        """
         self.value = value
         self.past.join(value, matters_s)
         usual = max(self.past.usual, median(self._open)) if self._is_noticed else self.past.usual
@@ -225,7 +244,9 @@ class Series:
             self._open.append(self.value)
         if self._is_noticed:
             self._lasted = max(self._lasted, self._slow)
-        return amount > 0 and self.score >= _ENOUGH and (self._is_noticed or self._slow > self._lasted)
+        return (
+            amount > 0 and self.score >= _ENOUGH and (self._is_noticed or self._slow > self._lasted)
+        )
 
     def _end_if_over(self) -> None:
         """End the detected change if less than half of the excess is left."""

@@ -39,8 +39,8 @@ class SpanTotal(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     Attributes:
         name: Name of the spans; ``trajectory`` for whole trajectories.
         runs: Number of spans.
-        duration_ns: Total duration of the spans. Spans overlap and nest, so the total may exceed the duration
-            of the step.
+        duration_ns: Total duration of the spans. Spans overlap and nest, so the total may exceed
+            the duration of the step.
         failed: Number of spans that raised.
         tokens: Tokens of prompts and responses among the facts of the spans.
     """
@@ -67,20 +67,24 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
     """The seconds of one process in one step.
 
     Attributes:
-        lane: Name of the process, as in manifests: ``controller``, ``actor_rank0``, ``rollout1_rank0``.
+        lane: Name of the process, as in manifests: ``controller``, ``actor_rank0``,
+            ``rollout1_rank0``.
         role: Role of the process.
         rank: Rank of the process in the role.
         replica: Index of the replica, for a process that serves a rollout engine.
         stages: Names of the process's outermost stages in order of their first begin, one per line.
-        runs: The runs of the stages, as rows of four 64-bit numbers: line of the stage, begin, end, and time
-            in the stage (ns), on the clock of the loop's process. Runs that touch are one row.
-        peak_bytes: Peak memory at the end of the step, of the device or else of the host, since the begin of
-            the process or a reset of torch's peak statistics.
+        runs: The runs of the stages, as rows of four 64-bit numbers: line of the stage, begin, end,
+            and time in the stage (ns), on the clock of the loop's process. Runs that touch are one
+            row.
+        peak_bytes: Peak memory at the end of the step, of the device or else of the host, since the
+            begin of the process or a reset of torch's peak statistics.
         held_bytes: Memory of the same kind at the last reading in the step, after a stage.
         spans: Totals of the process's trajectories and spans, if there are any.
-        collectives: The collectives that the process entered, if requested; none after the comparison.
+        collectives: The collectives that the process entered, if requested; none after the
+            comparison.
         counts: The last values of the process's counters, in the last step of a reading.
-        late_ns: Total lateness of the process to the collectives of each stage; ``None`` if unknown.
+        late_ns: Total lateness of the process to the collectives of each stage; ``None`` if
+            unknown.
     """
 
     lane: str
@@ -104,8 +108,12 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
 
     @property
     def has_spans(self) -> bool:
-        """Whether the process made trajectories, spans or requests; pauses and parts of stages are none."""
-        return any(one.name != GC and not one.name.startswith(f"{WEIGHT_SYNC}/") for one in self.spans)
+        """Whether the process made trajectories, spans or requests;
+        pauses and parts of stages are none.
+        """
+        return any(
+            one.name != GC and not one.name.startswith(f"{WEIGHT_SYNC}/") for one in self.spans
+        )
 
 
 class ExposedStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -151,8 +159,8 @@ class Idle(msgspec.Struct, frozen=True):
 
     Attributes:
         share: Idle time as a share of the step.
-        cause: The stage of the loop or of other roles with most of the idle time; empty for none. For the
-            rollout, also :data:`TRAINING` or :data:`NO_REQUESTS`.
+        cause: The stage of the loop or of other roles with most of the idle time; empty for none.
+            For the rollout, also :data:`TRAINING` or :data:`NO_REQUESTS`.
         cause_share: The part of ``share`` in that stage.
     """
 
@@ -198,12 +206,15 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         beside: Names of stages that overlap the steps, such as generation in an asynchronous loop.
         captured: Name of the step folder of a captured step.
         trainer_idle: Idle time of the training processes; ``None`` if unknown.
-        rollout_idle: Idle time of the rollout's replicas, or of the stage ``rollout``; ``None`` if unknown.
-        samples: Number of trajectories that ended in the step; without trajectories, number of requests.
+        rollout_idle: Idle time of the rollout's replicas, or of the stage ``rollout``; ``None`` if
+            unknown.
+        samples: Number of trajectories that ended in the step; without trajectories, number of
+            requests.
         tokens: Tokens of prompts and responses of these trajectories; 0 if unknown.
         taken: Number of samples that the training took, as reported by the loop; 0 if unknown.
         taken_tokens: Their tokens; 0 if unknown.
-        counts: The last values of counters, such as lengths of queues, each summed over the processes.
+        counts: The last values of counters, such as lengths of queues, each summed over the
+            processes.
         hang: The last hang in the step.
         noticed: The anomaly that the watch noticed in this step, or explained after this step.
         waits: Why a noticed anomaly is not captured yet, e.g. the cooldown; empty if none waits.
@@ -249,7 +260,9 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def rates(self) -> dict[str, float]:
-        """Samples and tokens per second of the step that were made and taken, as far as they are known."""
+        """Samples and tokens per second of the step that were made and taken,
+        as far as they are known.
+        """
         known = {
             "samples_per_s": self.samples,
             "tokens_per_s": self.tokens,
@@ -298,8 +311,8 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
 def _spans(processes: Sequence[RankUse]) -> list[SpanTotal]:
     """Return the spans of all processes, the longest first; at most :data:`MOST_SPANS`.
 
-    If two roles have spans of one name, the name of the second role is appended. For example, ``reward`` of
-    an agent loop is the wait for ``reward (reward)`` of a scoring process.
+    If two roles have spans of one name, the name of the second role is appended. For example,
+    ``reward`` of an agent loop is the wait for ``reward (reward)`` of a scoring process.
     """
     found: dict[str, SpanTotal] = {}
     role_of: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """Helpers for tests of loops that use ``verl_profiling``, and of tools written for it.
 
-:func:`record_step` captures the test's process like a worker, :func:`shifted_clock` shifts its clock like
-another host's, and :func:`leaks` lists recordings and threads that a test left behind.
+:func:`record_step` captures the test's process like a worker, :func:`shifted_clock` shifts its
+clock like another host's, and :func:`leaks` lists recordings and threads that a test left behind.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def record_step(
 def shifted_clock(offset_ns: int, domain: str = "shifted") -> Iterator[None]:
     """Shift the wall clock of this process during the block, as on another host.
 
-    Workers set up inside the block belong to another clock domain, so that the callback measures their
-    offset. The clocks of profilers, e.g. Kineto's, are not shifted.
+    Workers set up inside the block belong to another clock domain, so that the callback measures
+    their offset. The clocks of profilers, e.g. Kineto's, are not shifted.
 
     Args:
         offset_ns: Shift of the clock, in nanoseconds.
@@ -115,7 +115,8 @@ def shifted_clock(offset_ns: int, domain: str = "shifted") -> Iterator[None]:
 
 
 def leaks() -> list[str]:
-    """Return sentences on recordings and threads that are left in this process; empty after a clean test.
+    """Return sentences on recordings and threads that are left in this process; empty after a clean
+    test.
 
     A thread that finishes artifacts or runs hooks is not a leak, because it ends with its work.
     """

@@ -1,8 +1,9 @@
 """The log of a process's trajectories: a gzip file with one JSON array per line.
 
-The first line is a :class:`LogHeader`, the last a :class:`LogFooter`; a file without the footer was cut off.
-All times are unix nanoseconds on the clock of the writing process. :mod:`verl_profiling.trajectories` records
-trajectories, and the analysis reads logs with :func:`read_log`.
+The first line is a :class:`LogHeader`, the last a :class:`LogFooter`; a file without the footer was
+cut off. All times are unix nanoseconds on the clock of the writing process.
+:mod:`verl_profiling.trajectories` records trajectories, and the analysis reads logs with
+:func:`read_log`.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ class TrajectoryRecord(msgspec.Struct, frozen=True, array_like=True, tag="t"):
         sample: Id of the sample in the group; ``None`` if not given.
         begin_ns: Begin of the trajectory, perhaps before the recording.
         end_ns: End of the trajectory; for a running trajectory, end of the recording.
-        status: ``done``, ``failed`` (it raised), ``cancelled``, ``abandoned`` (its stream was closed early),
-            ``running`` (the recording ended first), or a status of the loop: ``aborted``, ``filtered``, ...
+        status: ``done``, ``failed`` (it raised), ``cancelled``, ``abandoned`` (its stream was
+            closed early), ``running`` (the recording ended first), or a status of the loop:
+            ``aborted``, ``filtered``, ...
         loop: Number of the event loop; -1 without an event loop.
         error: The error of a failed trajectory, in one line.
         facts: Facts from the loop, e.g. ``validate``, ``turns``, ``min_version``, ``max_version``.
@@ -186,7 +188,16 @@ class LogFooter(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     trajectories_left_out: Count
 
 
-Line = LogHeader | LoopRecord | TrajectoryRecord | SpanRecord | Block | StatusChange | Counted | LogFooter
+Line = (
+    LogHeader
+    | LoopRecord
+    | TrajectoryRecord
+    | SpanRecord
+    | Block
+    | StatusChange
+    | Counted
+    | LogFooter
+)
 _PARTS = {
     LoopRecord: "loops",
     TrajectoryRecord: "trajectories",
@@ -289,7 +300,9 @@ def read_log(path: Path, limit_reached: Callable[[int], str] = lambda lines: "")
             log.problems.append(f"is cut off after line {number}")
     for count, what in ((log.trajectories_left_out, "trajectories"), (log.spans_left_out, "spans")):
         if count:
-            log.problems.append(f"{what} that were not recorded, because the log was full: {count:,}")
+            log.problems.append(
+                f"{what} that were not recorded, because the log was full: {count:,}"
+            )
     return log
 
 
@@ -297,14 +310,17 @@ def open_log(path: Path) -> tuple[LogHeader, Iterator[Line]]:
     """Return the header of a trajectory log, and an iterator of its other lines.
 
     Raises:
-        TraceFormatError: The file is not a trajectory log, or cannot be read; invalid lines raise later.
+        TraceFormatError: The file is not a trajectory log, or cannot be read; invalid lines raise
+            later.
     """
     lines = _decoded(path)
     header = next(lines, None)
     if header is None:
         raise TraceFormatError(path, "is empty, or cut off before the end of its first line")
     if not isinstance(header, LogHeader):
-        raise TraceFormatError(path, "is not a log of trajectories: it does not begin with a header")
+        raise TraceFormatError(
+            path, "is not a log of trajectories: it does not begin with a header"
+        )
     if header.version > LOG_VERSION:
         newer = f"of version {header.version}; install a newer verl-profiling to read it"
         raise TraceFormatError(path, f"is a log of trajectories {newer}")
@@ -351,15 +367,21 @@ def _decoded(path: Path, begin: bytes = b"") -> Iterator[Line]:
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file that end in a line break, because a cut off file ends with half a line."""
+    """Yield the lines of a file that end in a line break,
+    because a cut off file ends with half a line.
+    """
     left = MAX_BYTES
     try:
         with opened(path) as packed, igzip.open(packed, "rb") as file:
             while line := file.readline(MAX_LINE + 1):
                 left -= len(line)
                 if left < 0 or len(line) > MAX_LINE:
-                    what = f"a line of over {MAX_LINE:,}" if left >= 0 else f"more than {MAX_BYTES:,}"
-                    raise TraceFormatError(path, f"has {what} bytes, which no log of trajectories has")
+                    what = (
+                        f"a line of over {MAX_LINE:,}" if left >= 0 else f"more than {MAX_BYTES:,}"
+                    )
+                    raise TraceFormatError(
+                        path, f"has {what} bytes, which no log of trajectories has"
+                    )
                 if line.endswith(b"\n"):
                     yield line
     except (EOFError, isal_zlib.error):  # type: ignore[misc]  # the stub does not declare it as an exception

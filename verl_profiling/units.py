@@ -12,12 +12,15 @@ import msgspec
 T = TypeVar("T", bound=msgspec.Struct)
 
 _TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
-_PASSWORD = re.compile(rb"""(://[^\s"'/@:]*:)[^\s"'/@]+(?=@)""")  # no quote: a text of JSON ends there
+_PASSWORD = re.compile(
+    rb"""(://[^\s"'/@:]*:)[^\s"'/@]+(?=@)"""
+)  # no quote: a text of JSON ends there
 _SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
 
 
 def duration(seconds: float, *, signed: bool = False) -> str:
-    """Return a time with a suitable unit: ``1,234 s``, ``1.23 s``, ``12.3 ms``, ``123 us``, ``0 s``.
+    """Return a time with a suitable unit: ``1,234 s``, ``1.23 s``, ``12.3 ms``, ``123 us``, ``0
+    s``.
 
     Args:
         seconds: The time (s).
@@ -63,7 +66,9 @@ def _unit(value: float, units: tuple[tuple[str, float], ...]) -> tuple[str, floa
 
 
 def three_digits(value: float) -> str:
-    """Return a number with three digits, or with all before its point: ``1,234``, ``1.23``, ``0.012``."""
+    """Return a number with three digits, or with all before its point: ``1,234``,
+    ``1.23``, ``0.012``.
+    """
     size = abs(value)
     if size < 0.9995:  # less than one of the smallest unit
         return f"{value:.3g}"

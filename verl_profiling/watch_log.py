@@ -1,7 +1,9 @@
-"""Reads the log of a run's watch, which has one step summary per line, in a current and an older file.
+"""Reads the log of a run's watch, which has one step summary per line, in a current and an older
+file.
 
-If a step has several lines, the last line counts. Both files have a limited size, so a long run keeps its
-latest steps. :mod:`verl_profiling.watch.sinks` writes the log; ``top`` follows the growing files with
+If a step has several lines, the last line counts. Both files have a limited size, so a long run
+keeps its latest steps. :mod:`verl_profiling.watch.sinks` writes the log; ``top`` follows the
+growing files with
 :class:`WatchLogReader`.
 """
 
@@ -31,7 +33,8 @@ def has_watch_log(run: Path) -> bool:
 
 
 def read_watch_log(run: Path) -> Sequence[StepSummary]:
-    """Return the lines of a run's watch log; they are read again only if a file has another size by then.
+    """Return the lines of a run's watch log; they are read again only if a file has another size by
+    then.
 
     Raises:
         TraceFormatError: The log leads out of the run's folder, or cannot be read.
@@ -49,7 +52,9 @@ def _lines(run: Path, sizes: tuple[int, ...]) -> Sequence[StepSummary]:
 
 
 def latest_step(lines: Iterable[StepSummary]) -> list[StepSummary]:
-    """Return the last line of the latest step, if any: a line of an earlier step may come after it."""
+    """Return the last line of the latest step, if any:
+    a line of an earlier step may come after it.
+    """
     return sorted(lines, key=lambda line: line.step)[-1:]
 
 
@@ -62,7 +67,10 @@ class WatchLogReader:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._first, self._position = b"", 0  # first line of the last part, and end of its last whole line
+        self._first, self._position = (
+            b"",
+            0,
+        )  # first line of the last part, and end of its last whole line
         self._decoder = msgspec.json.Decoder(StepSummary)
 
     def read(self) -> Iterator[StepSummary]:
@@ -73,7 +81,8 @@ class WatchLogReader:
         """
         try:
             with ExitStack() as stack:
-                # The newer one first: rotated meanwhile, it is the older one, too, and no part is missed.
+                # The newer one first: rotated meanwhile, it is the older one, too, and no part is
+                # missed.
                 parts: list[tuple[bytes, BinaryIO]] = []
                 for name in (WATCH_LOG, OLDER_WATCH_LOG):
                     with suppress(FileNotFoundError):
@@ -84,7 +93,9 @@ class WatchLogReader:
                 for first, part in parts[since:]:
                     yield from self._steps(first, part)
         except OSError as error:
-            raise TraceFormatError(self._run / WATCH_LOG, f"cannot be read ({error.strerror})") from error
+            raise TraceFormatError(
+                self._run / WATCH_LOG, f"cannot be read ({error.strerror})"
+            ) from error
 
     def _steps(self, first: bytes, part: BinaryIO) -> Iterator[StepSummary]:
         """Yield the unread steps of one of the files."""

@@ -1,4 +1,6 @@
-"""The rollout: turns with a model, tools and an environment, many trajectories at once in one event loop."""
+"""The rollout: turns with a model, tools and an environment,
+many trajectories at once in one event loop.
+"""
 
 import asyncio
 import itertools
@@ -26,7 +28,9 @@ class Job:
 
 @dataclass
 class Episode:
-    """A trajectory that was made; ``mask`` is 1 for the tokens of the model, without the first token."""
+    """A trajectory that was made; ``mask`` is 1 for the tokens of the model,
+    without the first token.
+    """
 
     tokens: list[int]
     mask: list[float] = field(default_factory=list)
@@ -52,7 +56,9 @@ class AgentLoop(AgentLoopCaptureMixin):
         self.servers = itertools.cycle(servers)
         self.tools = Tools(self.config)
         self.rng = random.Random(f"{config.seed} {rank}")
-        self.init_capture(config.profiling, role="agent_loop", rank=rank, world_size=self.config.processes)
+        self.init_capture(
+            config.profiling, role="agent_loop", rank=rank, world_size=self.config.processes
+        )
 
     async def play(self, jobs: list[Job]) -> list[Episode]:
         """Make all trajectories at once."""
@@ -65,7 +71,9 @@ class AgentLoop(AgentLoopCaptureMixin):
         ) as made:
             environment = Environment(self.config, job.numbers)
             with span("environment:start"):
-                number = await environment.start(cold=self.rng.random() < self.config.cold_start_share)
+                number = await environment.start(
+                    cold=self.rng.random() < self.config.cold_start_share
+                )
             episode = Episode([number])
             for turn in itertools.count():
                 answer = await self.answer(episode, f"{job.group}.{job.sample}.{turn}")
@@ -93,7 +101,9 @@ class AgentLoop(AgentLoopCaptureMixin):
         return answer
 
     async def check(self, episode: Episode, number: int, answer: list[int]) -> None:
-        """Run an answer that came to an end in the sandbox; search for what a wrong one should have been."""
+        """Run an answer that came to an end in the sandbox;
+        search for what a wrong one should have been.
+        """
         right = False
         if answer[-1] == task.END:
             episode.tool_calls += 1

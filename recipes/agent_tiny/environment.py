@@ -1,4 +1,6 @@
-"""What the agent deals with: an environment that asks for countdowns, and two tools. They take their time."""
+"""What the agent deals with: an environment that asks for countdowns, and two tools.
+They take their time.
+"""
 
 import asyncio
 import subprocess
@@ -41,8 +43,8 @@ class Tools:
     async def sandbox(self, number: int, answer: list[int]) -> bool:
         """Return whether an answer is right, as a program says that runs in a process of its own.
 
-        Here is the mistake to be found: `subprocess.run` waits, and it waits on the event loop. So all
-        trajectories of this process wait, unless a thread does it.
+        Here is the mistake to be found: `subprocess.run` waits, and it waits on the event loop. So
+        all trajectories of this process wait, unless a thread does it.
         """
         if self._config.sandbox_blocks:
             return self._run(number, answer)

@@ -1,4 +1,6 @@
-"""Agentic GRPO on Ray, small enough to read in one sitting: ``python -m recipes.agent_tiny.train``."""
+"""Agentic GRPO on Ray, small enough to read in one sitting:
+``python -m recipes.agent_tiny.train``.
+"""
 
 import json
 import random
@@ -46,7 +48,9 @@ def collate(episodes: list[Episode]) -> Batch:
 
 
 def train(config: DictConfig) -> None:
-    """Start the workers and run the loop; one line of metrics per step goes to ``metrics.jsonl``."""
+    """Start the workers and run the loop; one line of metrics per step goes
+    to ``metrics.jsonl``.
+    """
     actors, servers = start_actors(config), start_servers(config)
     loops = start_agent_loops(config, servers)
 

@@ -1,4 +1,5 @@
-"""An inference server for AReaL on a CPU: transformers, behind the endpoints of AReaL's vLLM server.
+"""An inference server for AReaL on a CPU: transformers, behind the endpoints of AReaL's vLLM
+server.
 
 AReaL extends the server of one release of vLLM, of which there is no build for this torch on a CPU.
 ``python -m recipes.areal_tiny.server MODEL`` prints its port.
@@ -72,7 +73,9 @@ class Handler(BaseHTTPRequestHandler):
         self._reply({})
 
     def do_POST(self) -> None:
-        """Answer what AReaL's client asks for; pausing is for servers with many requests at once."""
+        """Answer what AReaL's client asks for;
+        pausing is for servers with many requests at once.
+        """
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/v1/completions":
             self._reply(self.model.complete(request))

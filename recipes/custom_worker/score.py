@@ -23,7 +23,9 @@ class ScoringWorker(CaptureMixin, Worker):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1)
+        )
         self.init_capture(config, role="reward", rank=self.rank, world_size=self.world_size)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -15,7 +15,9 @@ def plot_reward(run: Path, picture: Path) -> None:
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     figure, axes = plt.subplots(figsize=(7, 2.8), dpi=160, layout="constrained")
     numbers = [step["step"] for step in steps]
-    axes.plot(numbers, [step["reward"] for step in steps], color="#1f5fbf", lw=2, label="mean reward")
+    axes.plot(
+        numbers, [step["reward"] for step in steps], color="#1f5fbf", lw=2, label="mean reward"
+    )
     axes.plot(
         numbers,
         [step["solved"] for step in steps],

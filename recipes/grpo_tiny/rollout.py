@@ -128,7 +128,9 @@ class VLLMEngine(Engine):
         from safetensors.torch import save_file
 
         save_file(weights, Path(self._folder.name, "model.safetensors"))
-        await self.handle.collective_rpc("reload_weights", kwargs={"weights_path": self._folder.name})
+        await self.handle.collective_rpc(
+            "reload_weights", kwargs={"weights_path": self._folder.name}
+        )
         await self.handle.reset_prefix_cache()
 
 
@@ -160,7 +162,9 @@ class SGLangEngine(Engine):
 
     async def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """Send every prompt at once; the engine batches them."""
-        responses = await self.handle.async_generate(input_ids=prompts, sampling_params=self._sampling)
+        responses = await self.handle.async_generate(
+            input_ids=prompts, sampling_params=self._sampling
+        )
         return [list(response["output_ids"]) for response in responses]
 
     async def complete(self, prompt: list[int], request_id: str) -> list[int]:

@@ -1,4 +1,6 @@
-"""The task: count down from a number to zero, then stop. A token is a number, so there is no tokenizer."""
+"""The task: count down from a number to zero, then stop. A token is a number,
+so there is no tokenizer.
+"""
 
 import random
 
@@ -14,7 +16,9 @@ def sample_prompts(count: int, rng: random.Random) -> list[list[int]]:
 
 
 def reward(prompt: list[int], response: list[int]) -> float:
-    """Return half a point times the share of correct tokens, plus half a point for the exact answer."""
+    """Return half a point times the share of correct tokens,
+    plus half a point for the exact answer.
+    """
     start = prompt[-1]
     answer = [*range(start - 1, -1, -1), END]
     follows = sum(

@@ -13,4 +13,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {str(number): number for number in range(NUMBERS)} | {END_TEXT: END}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=END_TEXT))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_TEXT, pad_token=END_TEXT)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_TEXT, pad_token=END_TEXT
+    )

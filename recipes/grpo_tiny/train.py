@@ -40,7 +40,9 @@ def start_servers(config: DictConfig) -> Handles:
 def spread(actors: Handles, method: str, items: list[Any]) -> list[Any]:
     """Share items out to actors, one call each; return the results in the items' order."""
     count = len(actors)
-    shares = ray.get([getattr(actor, method).remote(items[i::count]) for i, actor in enumerate(actors)])
+    shares = ray.get(
+        [getattr(actor, method).remote(items[i::count]) for i, actor in enumerate(actors)]
+    )
     results = [None] * len(items)
     for i, share in enumerate(shares):
         results[i::count] = share
@@ -49,7 +51,9 @@ def spread(actors: Handles, method: str, items: list[Any]) -> list[Any]:
 
 def collate(prompts: list[list[int]], responses: list[list[int]]) -> Batch:
     """Return padded tokens, and the mask of the response tokens."""
-    padded = pad_sequence([torch.tensor(row) for row in responses], batch_first=True, padding_value=task.END)
+    padded = pad_sequence(
+        [torch.tensor(row) for row in responses], batch_first=True, padding_value=task.END
+    )
     lengths = torch.tensor([len(row) for row in responses])
     mask = torch.arange(padded.shape[1]) < lengths[:, None]
     return {"tokens": torch.cat([torch.tensor(prompts), padded], dim=1), "mask": mask.float()}
@@ -58,7 +62,9 @@ def collate(prompts: list[list[int]], responses: list[list[int]]) -> Batch:
 def group_advantage(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
     """Return each response's reward, normalised within the responses to the same prompt."""
     groups = rewards.view(-1, group_size)
-    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+    return (
+        (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+    ).flatten()
 
 
 def on_all(actors: Handles, method: str, batch: Batch) -> list[Any]:
@@ -72,7 +78,11 @@ def on_all(actors: Handles, method: str, batch: Batch) -> list[Any]:
 
 
 def grpo_step(
-    config: DictConfig, actors: Handles, servers: Handles, profiling: ProfilingCallback, rng: random.Random
+    config: DictConfig,
+    actors: Handles,
+    servers: Handles,
+    profiling: ProfilingCallback,
+    rng: random.Random,
 ) -> dict[str, float]:
     """Roll out, score, and train on one batch; return the step's metrics."""
     prompts = [
@@ -118,7 +128,9 @@ def update(
 
 
 def train(config: DictConfig) -> None:
-    """Start the workers and run the loop; one line of metrics per step goes to ``metrics.jsonl``."""
+    """Start the workers and run the loop; one line of metrics per step goes
+    to ``metrics.jsonl``.
+    """
     actors, servers = start_actors(config), start_servers(config)
 
     profiling = ProfilingCallback(config.profiling)

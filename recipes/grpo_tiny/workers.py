@@ -18,7 +18,9 @@ class ActorWorker(FSDPCaptureMixin):
     def __init__(self, config: DictConfig, rank: int, init_method: str) -> None:
         self.config = config.actor
         world_size = self.config.world_size
-        self.device = "cuda" if config.gpus else "cpu"  # Ray shows each actor its GPU as the only one
+        self.device = (
+            "cuda" if config.gpus else "cpu"
+        )  # Ray shows each actor its GPU as the only one
         backend = "nccl" if config.gpus else "gloo"
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
         mesh = init_device_mesh(self.device, (world_size,), mesh_dim_names=("dp",))
@@ -26,7 +28,9 @@ class ActorWorker(FSDPCaptureMixin):
         for layer in self.model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.config.lr, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=self.config.lr, weight_decay=0.0
+        )
         self.init_capture(config.profiling, role="actor", mesh=mesh)
 
     @stage("old_log_prob")
@@ -37,7 +41,9 @@ class ActorWorker(FSDPCaptureMixin):
 
     @stage("update_actor")
     def update_actor(self, batch: dict[str, torch.Tensor]) -> float:
-        """Train on this rank's share of the batch, one mini-batch after the other; return the mean loss."""
+        """Train on this rank's share of the batch, one mini-batch after the other;
+        return the mean loss.
+        """
         losses = []
         batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
         for rows in torch.randperm(len(batch["tokens"])).chunk(self.config.mini_batches):
@@ -54,7 +60,9 @@ class ActorWorker(FSDPCaptureMixin):
     @stage("update_weights")
     def gather_weights(self) -> dict[str, torch.Tensor]:
         """Return the whole state; every rank has to take part."""
-        return {name: weight.full_tensor().cpu() for name, weight in self.model.state_dict().items()}
+        return {
+            name: weight.full_tensor().cpu() for name, weight in self.model.state_dict().items()
+        }
 
     def _log_prob(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = self.model(input_ids=tokens, use_cache=False).logits[:, PROMPT_LENGTH - 1 : -1]

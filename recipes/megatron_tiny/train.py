@@ -23,7 +23,9 @@ def start_workers(config: DictConfig) -> list[Any]:
 def sample(config: DictConfig, generator: torch.Generator) -> torch.Tensor:
     """Return micro-batches of counting sequences: what comes next is always the number after."""
     batch = config.batch
-    starts = torch.randint(batch.vocabulary, (batch.micro_batches, batch.size, 1), generator=generator)
+    starts = torch.randint(
+        batch.vocabulary, (batch.micro_batches, batch.size, 1), generator=generator
+    )
     return (starts + torch.arange(batch.sequence_length + 1)) % batch.vocabulary
 
 

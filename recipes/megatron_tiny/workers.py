@@ -33,7 +33,9 @@ class MegatronWorker(MegatronCaptureMixin):
 
     @stage("update_actor")
     def update_actor(self, tokens: torch.Tensor) -> float:
-        """Train on all micro-batches; return the mean loss (0 on all but the last pipeline stage)."""
+        """Train on all micro-batches; return the mean loss (0 on all
+        but the last pipeline stage).
+        """
         passes = [self._forward(micro_batch) for micro_batch in tokens]
         for received, output in passes:
             self._backward(received, output)
@@ -62,13 +64,17 @@ class MegatronWorker(MegatronCaptureMixin):
         timers("forward-compute", log_level=2).start()
         inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         positions = torch.arange(inputs.shape[1]).expand_as(inputs)
-        output = self.model(input_ids=inputs, position_ids=positions, attention_mask=None, labels=labels)
+        output = self.model(
+            input_ids=inputs, position_ids=positions, attention_mask=None, labels=labels
+        )
         if parallel_state.is_pipeline_last_stage():
             output = output.mean()
         timers("forward-compute").stop()
         if not parallel_state.is_pipeline_last_stage():
             timers("forward-send", log_level=2).start()
-            dist.send(output.detach().contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
+            dist.send(
+                output.detach().contiguous(), parallel_state.get_pipeline_model_parallel_next_rank()
+            )
             timers("forward-send").stop()
         return received, output
 

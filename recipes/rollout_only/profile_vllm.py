@@ -1,4 +1,6 @@
-"""Profile a bare vLLM engine: no training loop, no Ray, one capture around one batch of requests."""
+"""Profile a bare vLLM engine: no training loop, no Ray,
+one capture around one batch of requests.
+"""
 
 import asyncio
 import sys
@@ -24,7 +26,9 @@ class Server(VLLMCaptureMixin):
     def __init__(self, model: str, arguments: list[str]) -> None:
         options = dict(argument.split("=", 1) for argument in arguments)
         self.engine = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(model=model, enforce_eager=True, **options, **self.engine_args(PROFILING))
+            AsyncEngineArgs(
+                model=model, enforce_eager=True, **options, **self.engine_args(PROFILING)
+            )
         )
         self.init_capture(PROFILING)
 

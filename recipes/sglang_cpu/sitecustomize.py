@@ -13,7 +13,13 @@ from types import ModuleType
 
 ABSENT = {
     "sgl_kernel": ("flash_attn", "flash_mla", "kvcacheio", "sparse_flash_attn", "speculative"),
-    "torchvision": ("io", "transforms", "transforms.functional", "transforms.v2", "transforms.v2.functional"),
+    "torchvision": (
+        "io",
+        "transforms",
+        "transforms.functional",
+        "transforms.v2",
+        "transforms.v2.functional",
+    ),
 }
 
 
@@ -47,7 +53,9 @@ class AbsentModule(ModuleType):
 
 
 class AbsentFinder:
-    """Finds the modules that SGLang imports unconditionally; for all others it checks whether they exist."""
+    """Finds the modules that SGLang imports unconditionally;
+    for all others it checks whether they exist.
+    """
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Return a spec for a module of an absent package."""

@@ -15,7 +15,9 @@ class Actor(FSDPCaptureMixin):
 
     def __init__(self, config: DictConfig) -> None:
         torch.manual_seed(config.seed)
-        self.policy = DistributedDataParallel(torch.nn.Linear(config.actions, config.actions, bias=False))
+        self.policy = DistributedDataParallel(
+            torch.nn.Linear(config.actions, config.actions, bias=False)
+        )
         self.optimizer = torch.optim.SGD(self.policy.parameters(), lr=config.lr)
         self.generator = torch.Generator().manual_seed(config.seed + dist.get_rank())
         self.config = config
@@ -32,7 +34,9 @@ class Actor(FSDPCaptureMixin):
     @stage("update_actor")
     def update(self, states: torch.Tensor, actions: torch.Tensor, rewards: torch.Tensor) -> None:
         """REINFORCE; the gradients of all ranks are averaged."""
-        log_prob = self.policy(self._inputs(states)).log_softmax(-1).gather(1, actions[:, None]).squeeze(1)
+        log_prob = (
+            self.policy(self._inputs(states)).log_softmax(-1).gather(1, actions[:, None]).squeeze(1)
+        )
         self.optimizer.zero_grad()
         (-log_prob * (rewards - rewards.mean()) * self.config.actions).mean().backward()
         self.optimizer.step()
@@ -59,7 +63,9 @@ def main(config: DictConfig) -> None:
             dist.all_reduce(reward)
             profiling.on_step_end({"reward": float(reward) / dist.get_world_size()})
             if dist.get_rank() == 0:
-                print(f"step {step}  reward {float(reward) / dist.get_world_size():.3f}", flush=True)
+                print(
+                    f"step {step}  reward {float(reward) / dist.get_world_size():.3f}", flush=True
+                )
     dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
 """Chooses tool calls in a model's place, as a plugin of verl: random weights never ask for a tool.
 
-A parser of tool calls, ``rollout.multi_turn.format: chosen``. It chooses by the tokens of a response, so
-equal responses make equal calls. All else is verl's own ``ToolAgentLoop``.
+A parser of tool calls, ``rollout.multi_turn.format: chosen``. It chooses by the tokens of a
+response, so equal responses make equal calls. All else is verl's own ``ToolAgentLoop``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def _register(module: ModuleType) -> None:
 
         @property
         def stop_token_ids(self) -> list[int]:
-            """End responses early, or the first would use up the length of the whole conversation."""
+            """End responses early, or the first would use up the length
+            of the whole conversation.
+            """
             return list(range(0, len(self.tokenizer), _STOP_EVERY))
 
         async def extract_tool_calls(

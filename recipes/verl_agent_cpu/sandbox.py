@@ -1,4 +1,6 @@
-"""A stateful tool of verl: each call starts a sandbox of its own, which takes longer than using it."""
+"""A stateful tool of verl: each call starts a sandbox of its own,
+which takes longer than using it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _START_S, _RUN_S = 0.3, 0.05
 class Sandbox(BaseTool):
     """Runs commands in a sandbox."""
 
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+    async def create(
+        self, instance_id: str | None = None, **kwargs: Any
+    ) -> tuple[str, ToolResponse]:
         """Start a sandbox."""
         await asyncio.sleep(_START_S)
         return instance_id or uuid4().hex, ToolResponse()

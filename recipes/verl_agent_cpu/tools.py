@@ -1,4 +1,6 @@
-"""Tools that take their time, each in its own way. verl loads this file into every agent-loop worker."""
+"""Tools that take their time, each in its own way.
+verl loads this file into every agent-loop worker.
+"""
 
 from __future__ import annotations
 

@@ -101,7 +101,9 @@ class PlatformCPU(PlatformBase):
 
 
 def _gloo_once(init_process_group: Any) -> Any:
-    """Wrap ``init_process_group``: verl asks for ``cpu:gloo,<device>:<backend>``, twice the CPU here."""
+    """Wrap ``init_process_group``: verl asks for ``cpu:gloo,<device>:<backend>``,
+    twice the CPU here.
+    """
 
     @functools.wraps(init_process_group)
     def init(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -110,7 +112,9 @@ def _gloo_once(init_process_group: Any) -> Any:
     return init
 
 
-dist.init_process_group = dist.distributed_c10d.init_process_group = _gloo_once(dist.init_process_group)
+dist.init_process_group = dist.distributed_c10d.init_process_group = _gloo_once(
+    dist.init_process_group
+)
 
 
 def _keep_weights(module: ModuleType) -> None:
@@ -126,13 +130,17 @@ def _keep_weights(module: ModuleType) -> None:
 
 
 def _do_not_pin(module: ModuleType) -> None:
-    """Keep FSDP2 from pinning parameters on the CPU; pinned memory is for copies to an accelerator."""
+    """Keep FSDP2 from pinning parameters on the CPU;
+    pinned memory is for copies to an accelerator.
+    """
     policy = module.CPUOffloadPolicy
     module.CPUOffloadPolicy = lambda pin_memory: policy(pin_memory=False)
 
 
 def _plain_attention(module: ModuleType) -> None:
-    """Load critics with torch's attention; verl asks for flash attention, which has no CPU version."""
+    """Load critics with torch's attention; verl asks for flash attention,
+    which has no CPU version.
+    """
 
     def load_valuehead_model(
         local_path: str, torch_dtype: torch.dtype, model_config: Any, trust_remote_code: bool
@@ -152,7 +160,8 @@ def _plain_attention(module: ModuleType) -> None:
 
 
 def _share_by_name(module: ModuleType) -> None:
-    """Send new weights to SGLang through shared memory instead of handles of an accelerator's memory.
+    """Send new weights to SGLang through shared memory instead of handles of an accelerator's
+    memory.
 
     The memory has a name, because engine and trainer have no common parent to inherit it from.
     """

@@ -1,7 +1,7 @@
 """Transfers weights by file, for a trainer and engines on the same machine without an accelerator.
 
-verl's asynchronous trainer with separate engines (``separate_async``) transfers weights with NCCL or
-NIXL. This checkpoint engine needs neither; name it in
+verl's asynchronous trainer with separate engines (``separate_async``) transfers weights with NCCL
+or NIXL. This checkpoint engine needs neither; name it in
 ``rollout.checkpoint_engine.custom_backend_module``, with ``backend=file``.
 """
 

@@ -20,14 +20,18 @@ from verl_profiling.commands.view import TimelineServer
 BROWSER = Path(__file__).parent
 _MODULES = BROWSER / "node_modules"
 _UNPACKED = _MODULES / ".chromium" / "start"
-_SYSTEM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+_SYSTEM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 _CHROMIUM = str(_UNPACKED) if _UNPACKED.is_file() else _SYSTEM
 _NODE = shutil.which("node") or shutil.which("node", path=str(Path(sys.executable).parent))
 _GET = "`make browser` gets it"
 
 needs_browser = [
     pytest.mark.skipif(_NODE is None, reason=f"needs node; {_GET}"),
-    pytest.mark.skipif(not _MODULES.is_dir(), reason=f"needs playwright-core in tests/browser; {_GET}"),
+    pytest.mark.skipif(
+        not _MODULES.is_dir(), reason=f"needs playwright-core in tests/browser; {_GET}"
+    ),
     pytest.mark.skipif(_CHROMIUM is None, reason=f"needs a Chromium; {_GET}"),
 ]
 
@@ -49,7 +53,13 @@ def run_script(name: str, *arguments: str) -> Any:
     command = [str(_NODE), name, str(_CHROMIUM), *arguments]
     environment = {**os.environ, "NO_COLOR": "1"}
     done = subprocess.run(
-        command, cwd=BROWSER, env=environment, capture_output=True, text=True, timeout=170, check=False
+        command,
+        cwd=BROWSER,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

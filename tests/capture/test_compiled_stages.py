@@ -1,4 +1,6 @@
-"""Stages and ``torch.compile``: as ``record_function``, a stage breaks no graph, and compiles none again."""
+"""Stages and ``torch.compile``: as ``record_function``, a stage breaks no graph,
+and compiles none again.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def draw(chance: random.Random, prefix: str) -> tuple[Function, list[str]]:
         part: Function = lambda x, operation=operation: operation(x) + 1  # noqa: E731
         for _ in range(chance.randint(1, 3)):
             names.append(f"{prefix}.{len(names)}")
-            part = chance.choice((in_block, in_stage_of_loop, in_module, decorated))(names[-1], part)
+            part = chance.choice((in_block, in_stage_of_loop, in_module, decorated))(
+                names[-1], part
+            )
         parts.append(part)
 
     def program(x: Any) -> Any:
@@ -82,7 +86,9 @@ def draw(chance: random.Random, prefix: str) -> tuple[Function, list[str]]:
 def test_a_stage_in_a_compiled_function_is_one_graph_in_every_state(
     compiled_in: str, session: Session, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Compiled in one state, a function is one graph in all others too, and each stage is logged once."""
+    """Compiled in one state, a function is one graph in all others too,
+    and each stage is logged once.
+    """
     chance = random.Random(compiled_in)
     graphs: list[int] = []
 
@@ -109,7 +115,10 @@ def test_a_stage_in_a_compiled_function_is_one_graph_in_every_state(
         Worker(idle)
         run("idle")
         watched = settings(
-            tool="spans", schedule={"steps": [2]}, watch={"enable": True}, save_path=str(tmp_path / "watched")
+            tool="spans",
+            schedule={"steps": [2]},
+            watch={"enable": True},
+            save_path=str(tmp_path / "watched"),
         )
         with ProfilingCallback(watched) as profiling:
             profiling.add_workers("actor", [Worker(watched)])
@@ -117,9 +126,13 @@ def test_a_stage_in_a_compiled_function_is_one_graph_in_every_state(
                 profiling.on_step_begin(step)
                 run(state)
                 profiling.on_step_end()
-    logged = [record.getMessage() for record in caplog.records if "torch.compile" in record.getMessage()]
+    logged = [
+        record.getMessage() for record in caplog.records if "torch.compile" in record.getMessage()
+    ]
     names = [name for _, own in programs for name in own]
     assert sorted(message.split("'")[1] for message in logged) == sorted(names)
     assert profiling.last_folder is not None
     [worker] = read_manifest(profiling.last_folder).workers
-    assert [span.name for span in worker.stages] == [f"around {number}" for number in range(len(programs))]
+    assert [span.name for span in worker.stages] == [
+        f"around {number}" for number in range(len(programs))
+    ]

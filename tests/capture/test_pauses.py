@@ -35,7 +35,9 @@ def heap() -> list[list[object]]:
 
 
 def test_a_long_collection_is_a_pause_of_the_capture(heap: list[object], tmp_path: Path) -> None:
-    """With begin and end, on the timeline, and no stage; before and after a capture nothing listens."""
+    """With begin and end, on the timeline, and no stage;
+    before and after a capture nothing listens.
+    """
     before = list(gc.callbacks)
     gc.collect()
     with record_step(SPANS, tmp_path) as recorded:
@@ -55,7 +57,9 @@ def test_a_long_collection_is_a_pause_of_the_capture(heap: list[object], tmp_pat
 def test_loop_and_agent_loop_record_their_own(heap: list[object], tmp_path: Path) -> None:
     """Each in its part of the manifest, in a captured step alone; ``merge`` draws both."""
     before = list(gc.callbacks)
-    callback = ProfilingCallback({**SPANS.to_dict(), "save_path": str(tmp_path), "schedule": {"steps": [2]}})
+    callback = ProfilingCallback(
+        {**SPANS.to_dict(), "save_path": str(tmp_path), "schedule": {"steps": [2]}}
+    )
     agents = AgentLoopCaptureMixin()
     agents.init_capture(callback.config)
     with callback as profiling:
@@ -90,7 +94,8 @@ def test_the_watch_sums_them_in_every_step(heap: list[object], tmp_path: Path) -
             profiling.on_step_end()
     assert gc.callbacks == before
     spans = {
-        line.step: {total.name: total for total in line.spans} for line in WatchLogReader(tmp_path).read()
+        line.step: {total.name: total for total in line.spans}
+        for line in WatchLogReader(tmp_path).read()
     }
     assert spans[2]["gc"].runs >= 1
     assert spans[2]["gc"].seconds >= 0.01

@@ -1,4 +1,6 @@
-"""One capture that differs from the settings: what it asks of a role, of a session and of an engine."""
+"""One capture that differs from the settings: what it asks of a role,
+of a session and of an engine.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ def test_an_aim_takes_the_place_of_what_it_names() -> None:
         roles={"ref": {"enable": False, "mode": "e2e", "tool": "spans", "ranks": "7", "pp": [0]}},
     )
     selection = CaptureSelection(
-        mode="discrete", tools=("torch_memory",), roles=("ref",), ranks=(3,), stages=("ref_log_prob",)
+        mode="discrete",
+        tools=("torch_memory",),
+        roles=("ref",),
+        ranks=(3,),
+        stages=("ref_log_prob",),
     )
     ref = config.for_role("ref", selection)
     assert (ref.enable, ref.mode, names(ref), ref.stages) == (
@@ -85,22 +91,30 @@ def test_trajectories_go_on_unless_their_role_is_named() -> None:
     assert names(named) == ["torch", "trajectories"]
 
 
-def test_a_role_that_was_switched_off_records_when_it_is_asked_for(session: Session, tmp_path: Path) -> None:
+def test_a_role_that_was_switched_off_records_when_it_is_asked_for(
+    session: Session, tmp_path: Path
+) -> None:
     """And one that is on does not, when another is."""
     session.register(settings(tool="spans", select={"roles": ["critic"]}), ACTOR)
     assert (
-        session.start(request(tmp_path, 1, selection=CaptureSelection(roles=("actor",))), ACTOR).status
+        session.start(
+            request(tmp_path, 1, selection=CaptureSelection(roles=("actor",))), ACTOR
+        ).status
         == "recording"
     )
     session.stop()
-    other = session.start(request(tmp_path, 2, selection=CaptureSelection(roles=("critic",))), ACTOR)
+    other = session.start(
+        request(tmp_path, 2, selection=CaptureSelection(roles=("critic",))), ACTOR
+    )
     assert (other.status, other.reason) == ("skipped", "not requested")
 
 
 def test_a_capture_aimed_at_what_runs_side_by_side_is_of_the_whole_step(
     session: Session, tmp_path: Path
 ) -> None:
-    """The watch names it as it names a stage, but no window opens with it; a stage of the process is one."""
+    """The watch names it as it names a stage, but no window opens with it;
+    a stage of the process is one.
+    """
     worker = RewardCaptureMixin()
     worker.init_capture(settings(watch={"enable": True}))
     busy = session.busy("reward")
@@ -115,11 +129,15 @@ def test_a_capture_aimed_at_what_runs_side_by_side_is_of_the_whole_step(
     assert found == [("ok", "e2e", True), ("ok", "discrete", True)]
 
 
-def test_a_server_records_no_engine_that_computes_elsewhere(session: Session, tmp_path: Path) -> None:
+def test_a_server_records_no_engine_that_computes_elsewhere(
+    session: Session, tmp_path: Path
+) -> None:
     """An engine that was started to write no trace has none, whatever is asked."""
     who, url = WorkerIdentity(role="rollout", replica=0), "http://127.0.0.1:1"
     recorder = make_recorder(url, settings(tool="spans"), who, requests=RequestLog())
-    refused = asyncio.run(recorder.start(request(tmp_path, 1, selection=CaptureSelection(tools=("torch",)))))
+    refused = asyncio.run(
+        recorder.start(request(tmp_path, 1, selection=CaptureSelection(tools=("torch",))))
+    )
     assert (refused.status, "SGLang was started to write no trace" in refused.reason) == (
         "refused",
         True,

@@ -1,4 +1,6 @@
-"""The session: one recorder slot per process, and everything that may be asked of it in any state."""
+"""The session: one recorder slot per process,
+and everything that may be asked of it in any state.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_a_capture_goes_from_start_to_stop(spans_only: Session, tmp_path: Path) 
     assert (tmp_path / "step").is_dir()
 
 
-def test_stopping_another_capture_leaves_the_open_one_alone(spans_only: Session, tmp_path: Path) -> None:
+def test_stopping_another_capture_leaves_the_open_one_alone(
+    spans_only: Session, tmp_path: Path
+) -> None:
     """A stop that comes too late for its own capture must not end the next one."""
     spans_only.start(request(tmp_path, 1), ACTOR)
     spans_only.stop("run-1")
@@ -72,7 +76,9 @@ def test_stopping_another_capture_leaves_the_open_one_alone(spans_only: Session,
 
 
 def test_another_capture_closes_the_open_one(spans_only: Session, tmp_path: Path) -> None:
-    """Its loop has forgotten it: its result on disk is a failure, and says that nobody stopped it."""
+    """Its loop has forgotten it: its result on disk is a failure,
+    and says that nobody stopped it.
+    """
     spans_only.start(request(tmp_path, 11), ACTOR)
     with stage("update_actor"):
         pass
@@ -83,7 +89,9 @@ def test_another_capture_closes_the_open_one(spans_only: Session, tmp_path: Path
     assert spans_only.stop("run-12").result.status == "ok"
 
 
-def test_a_start_that_is_refused_closes_a_forgotten_capture(spans_only: Session, tmp_path: Path) -> None:
+def test_a_start_that_is_refused_closes_a_forgotten_capture(
+    spans_only: Session, tmp_path: Path
+) -> None:
     spans_only.start(request(tmp_path / "1"), ACTOR)
     refused = spans_only.start(
         request(tmp_path / "2", 2, selection=CaptureSelection(tools=("tporch",))), ACTOR
@@ -137,7 +145,14 @@ def test_discrete_mode_records_each_stage_apart(tmp_path: Path) -> None:
         assert artifact.stage in names
         assert ("inner" in names) == (artifact.stage == "update_actor")
         assert artifact.begin_ns <= own.begin_ns <= own.end_ns <= artifact.end_ns
-        assert start.begin_ns <= start.end_ns <= own.begin_ns <= own.end_ns <= stop.begin_ns <= stop.end_ns
+        assert (
+            start.begin_ns
+            <= start.end_ns
+            <= own.begin_ns
+            <= own.end_ns
+            <= stop.begin_ns
+            <= stop.end_ns
+        )
 
 
 def test_discrete_mode_records_only_selected_stages(tmp_path: Path) -> None:
@@ -187,8 +202,12 @@ def test_discrete_stages_of_two_tasks_do_not_cut_each_other_short(tmp_path: Path
 
 
 @pytest.mark.parametrize("memory", [False, True])
-def test_a_stop_on_another_thread_keeps_the_trace(session: Session, tmp_path: Path, memory: bool) -> None:
-    """As Ray's rotating threads do; with ``memory: true`` the next stage of the first thread stops."""
+def test_a_stop_on_another_thread_keeps_the_trace(
+    session: Session, tmp_path: Path, memory: bool
+) -> None:
+    """As Ray's rotating threads do; with ``memory:
+    true`` the next stage of the first thread stops.
+    """
     session.register(settings(tools={"torch": {"memory": memory}}), ACTOR)
     session.start(request(tmp_path), ACTOR)
     with stage("update_actor"):
@@ -202,7 +221,9 @@ def test_a_stop_on_another_thread_keeps_the_trace(session: Session, tmp_path: Pa
         time.sleep(0.01)
     stopper.join()
     assert result[0].status == "ok", result[0].reason
-    names = {event["name"] for event in read_trace(tmp_path / "actor_rank0.torch.json.gz")["traceEvents"]}
+    names = {
+        event["name"] for event in read_trace(tmp_path / "actor_rank0.torch.json.gz")["traceEvents"]
+    }
     assert "aten::addmm" in names
     assert ("[memory]" in names) == memory
 
@@ -211,7 +232,9 @@ def test_a_stop_on_another_thread_keeps_the_trace(session: Session, tmp_path: Pa
 def test_a_hand_over_that_never_comes_fails_and_the_next_capture_works(
     session: Session, tmp_path: Path, ended: bool
 ) -> None:
-    """A thread that passes no stage loses its recording; one that has ended, whose id is reused, at once."""
+    """A thread that passes no stage loses its recording; one that has ended,
+    whose id is reused, at once.
+    """
     config = settings(tools={"torch": {"memory": True}}, timeouts={"stop_s": 60 if ended else 1})
     session.register(config, ACTOR)
     started, leave = threading.Event(), threading.Event()
@@ -267,8 +290,13 @@ def test_leaving_the_process_keeps_what_was_recorded(
 ) -> None:
     """``sys.exit`` while recording stops the capture first: no crash, and a whole trace."""
     run_python(LEAVING, tmp_path / "step", mode, memory)
-    name = "actor_rank0.torch.json.gz" if mode == "e2e" else "actor_rank0.update_actor.torch.json.gz"
-    assert {path.name for path in (tmp_path / "step").iterdir()} == {name, "actor_rank0.result.json"}
+    name = (
+        "actor_rank0.torch.json.gz" if mode == "e2e" else "actor_rank0.update_actor.torch.json.gz"
+    )
+    assert {path.name for path in (tmp_path / "step").iterdir()} == {
+        name,
+        "actor_rank0.result.json",
+    }
     assert spans(tmp_path / "step" / name, "aten::addmm")
 
 
@@ -290,7 +318,9 @@ def test_a_forked_child_records_nothing_and_harms_nothing(session: Session, tmp_
 
 
 def test_a_recorded_stage_may_end_on_another_thread(session: Session, tmp_path: Path) -> None:
-    """``asyncio.to_thread`` carries the stage along: its recording ends with it, and the next is made."""
+    """``asyncio.to_thread`` carries the stage along: its recording ends with it,
+    and the next is made.
+    """
     session.register(settings(tool="torch", mode="discrete"), ACTOR)
     session.start(request(tmp_path), ACTOR)
     first = Stage(session, "update_actor")
@@ -307,10 +337,17 @@ def test_a_recorded_stage_may_end_on_another_thread(session: Session, tmp_path: 
 
 
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
-def test_a_worker_without_free_space_skips_its_artifacts(tmp_path: Path, session: Session, mode: str) -> None:
-    """Nothing is written; the reason names the folder, what is free there, and the limit. Stages are kept."""
+def test_a_worker_without_free_space_skips_its_artifacts(
+    tmp_path: Path, session: Session, mode: str
+) -> None:
+    """Nothing is written; the reason names the folder, what is free there, and the limit.
+    Stages are kept.
+    """
     limits = {"min_free_bytes": "5000TB"}
-    with record_step(settings(mode=mode, limits=limits), tmp_path) as recorded, stage("update_actor"):
+    with (
+        record_step(settings(mode=mode, limits=limits), tmp_path) as recorded,
+        stage("update_actor"),
+    ):
         pass
     [artifact] = recorded.result.artifacts
     assert (recorded.result.status, artifact.status) == ("skipped", "skipped")

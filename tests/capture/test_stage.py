@@ -37,7 +37,9 @@ def shape(spans: list[StageSpan]) -> list[tuple[str, int, bool]]:
 
 
 def test_blocks_are_spans_that_nest(tmp_path: Path) -> None:
-    """Each has begin, end, thread and depth, in the order of the begins; outside of a capture is none."""
+    """Each has begin, end, thread and depth, in the order of the begins;
+    outside of a capture is none.
+    """
     with stage("before"):
         pass
     with recorded_stages(tmp_path) as found:
@@ -65,7 +67,9 @@ def test_blocks_are_spans_that_nest(tmp_path: Path) -> None:
 
 
 def test_what_is_decorated_keeps_its_result_and_its_looks(tmp_path: Path) -> None:
-    """Functions and methods of all kinds: their value, name, docstring, signature and attributes."""
+    """Functions and methods of all kinds: their value, name, docstring,
+    signature and attributes.
+    """
 
     def double(value: int, *, plus: int = 0) -> int:
         """Double it."""
@@ -111,7 +115,9 @@ async def test_a_decorated_coroutine_function_is_a_span_until_it_is_done(tmp_pat
 
 
 async def test_an_async_block_is_a_span(tmp_path: Path) -> None:
-    """``async with stage(...)`` records what ``with`` does, in tasks side by side, and exceptions pass."""
+    """``async with stage(...)`` records what ``with`` does, in tasks side by side,
+    and exceptions pass.
+    """
 
     async def one(name: str) -> None:
         async with stage(name), stage("inner"):
@@ -154,8 +160,13 @@ def bare() -> None:
 def test_what_is_no_name_is_refused_when_the_stage_is_made(
     tmp_path: Path, recording: bool, name: Any, message: str
 ) -> None:
-    """With the same sentence on a step that records, on one that does not, and without profiling."""
-    off, on = ProfilingCallback({"enable": False}), ProfilingCallback(settings(save_path=str(tmp_path)))
+    """With the same sentence on a step that records, on one that does not,
+    and without profiling.
+    """
+    off, on = (
+        ProfilingCallback({"enable": False}),
+        ProfilingCallback(settings(save_path=str(tmp_path))),
+    )
     with record_step(SPANS, tmp_path) if recording else contextlib.nullcontext():
         for make in (stage, off.stage, on.stage):
             with pytest.raises((TypeError, ValueError)) as caught:
@@ -188,12 +199,21 @@ def test_generator_functions_are_refused() -> None:
         yield 1
 
     for function in (sync_generator, async_generator):
-        with pytest.raises(TypeError, match=r"generator function .*write `with stage\(...\)` inside it"):
+        with pytest.raises(
+            TypeError, match=r"generator function .*write `with stage\(...\)` inside it"
+        ):
             stage("generate")(function)
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("x"), KeyboardInterrupt(), SystemExit(3), GeneratorExit(), asyncio.CancelledError()]
+    "error",
+    [
+        ValueError("x"),
+        KeyboardInterrupt(),
+        SystemExit(3),
+        GeneratorExit(),
+        asyncio.CancelledError(),
+    ],
 )
 def test_what_user_code_raises_passes_untouched(tmp_path: Path, error: BaseException) -> None:
     """The very object that was raised comes out, and the span is marked as failed."""
@@ -251,7 +271,9 @@ def test_a_stage_that_was_entered_before_the_capture_is_not_in_it(tmp_path: Path
 
 
 def test_a_stage_that_is_left_after_the_capture_is_cut_off(tmp_path: Path) -> None:
-    """It is in the result, as failed, up to the moment the capture closed; later captures are clean."""
+    """It is in the result, as failed, up to the moment the capture closed;
+    later captures are clean.
+    """
     with contextlib.ExitStack() as inside:
         with recorded_stages(tmp_path) as found:
             inside.enter_context(stage("a"))
@@ -299,7 +321,9 @@ def _local_class() -> type:
 
 
 def test_stages_of_a_loop_and_of_its_worker_nest_apart(tmp_path: Path) -> None:
-    """In one process, the controller's stages and the worker's are two logs with their own depths."""
+    """In one process, the controller's stages and the worker's are two logs
+    with their own depths.
+    """
     from fleet import TrainWorker
 
     from verl_profiling.run_files import read_manifest

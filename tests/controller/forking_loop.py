@@ -1,4 +1,6 @@
-"""Loops whose processes fork at a drawn place: ``python -m tests.controller.forking_loop FOLDER SEEDS``."""
+"""Loops whose processes fork at a drawn place: ``python -m
+tests.controller.forking_loop FOLDER SEEDS``.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,14 @@ class Loop:
         self.is_async, self.leaves = draw.random() < 0.5, draw.choice(LEAVES)
         self.place = (draw.choice(PLACES), draw.randint(1, STEPS))
         self.child: int | None = None
-        self.folder, self.config = folder, {"enable": True, "save_path": str(folder), "tool": "spans"}
-        self.config |= {"mode": draw.choice(("e2e", "discrete")), "watch": {"enable": draw.random() < 0.5}}
+        self.folder, self.config = (
+            folder,
+            {"enable": True, "save_path": str(folder), "tool": "spans"},
+        )
+        self.config |= {
+            "mode": draw.choice(("e2e", "discrete")),
+            "watch": {"enable": draw.random() < 0.5},
+        }
         self.worker = CaptureMixin()
         self.worker.init_capture(self.config, role="actor")
 
@@ -94,7 +102,10 @@ def main(folder: str, seeds: str) -> None:
         loop = Loop(Path(folder) / str(seed), seed)
         asyncio.run(_train(loop))
         checked = check(loop.folder)
-        steps = [json.loads(path.read_text()) for path in sorted(loop.folder.glob("step_*/manifest.json"))]
+        steps = [
+            json.loads(path.read_text())
+            for path in sorted(loop.folder.glob("step_*/manifest.json"))
+        ]
         seen = (seed, vars(loop), checked)
         assert loop.child, seen
         assert checked.ok, seen

@@ -20,7 +20,9 @@ STEPS = 4
 
 
 class Group:
-    """A worker on a thread of its own, as if in another process: its file calls are not the loop's."""
+    """A worker on a thread of its own, as if in another process:
+    its file calls are not the loop's.
+    """
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._worker, self._thread = CaptureMixin(), ThreadPoolExecutor(1)
@@ -44,7 +46,12 @@ def disk(seconds: float = 0.0, error: int = 0) -> None:
 
 def slow(folder: Path, watched: bool) -> list[list[str]]:
     """Train with slow file calls; return the loop's own calls in each hook after the first step."""
-    config = {"enable": True, "save_path": str(folder), "tool": "spans", "watch": {"enable": watched}}
+    config = {
+        "enable": True,
+        "save_path": str(folder),
+        "tool": "spans",
+        "watch": {"enable": watched},
+    }
     counted = []
     with ProfilingCallback(config) as callback:
         callback.add_workers("actor", Group(config))
@@ -64,10 +71,16 @@ def slow(folder: Path, watched: bool) -> list[list[str]]:
 
 
 def failing(folder: Path, seed: int) -> int:
-    """Train with a disk that fails in one step, from before its end until a later moment; return its step."""
+    """Train with a disk that fails in one step, from before its end until a later moment;
+    return its step.
+    """
     draw = random.Random(seed)
     config = {"enable": True, "save_path": str(folder), "tool": "spans"}
-    failed, lasts, error = draw.randint(1, STEPS), draw.random() < 0.5, draw.choice((5, 13, 28, 122))
+    failed, lasts, error = (
+        draw.randint(1, STEPS),
+        draw.random() < 0.5,
+        draw.choice((5, 13, 28, 122)),
+    )
     with ProfilingCallback(config) as callback:
         callback.add_workers("actor", Group(config))
         for step in range(1, STEPS + 1):
@@ -82,7 +95,9 @@ def failing(folder: Path, seed: int) -> int:
 
 
 def late(folder: Path) -> None:
-    """Train with a disk that hangs as step 2 begins, until step 3; end once a later step is captured."""
+    """Train with a disk that hangs as step 2 begins, until step 3;
+    end once a later step is captured.
+    """
     config = {"enable": True, "save_path": str(folder), "tool": "spans", "timeouts": {"start_s": 1}}
     with ProfilingCallback(config) as callback:
         callback.add_workers("actor", Group(config))
@@ -100,7 +115,9 @@ def late(folder: Path) -> None:
 def main(folder: str) -> None:
     disk()
     root = Path(folder)
-    seen = {f"watched {watched}": slow(root / f"slow_{watched}", watched) for watched in (True, False)}
+    seen = {
+        f"watched {watched}": slow(root / f"slow_{watched}", watched) for watched in (True, False)
+    }
     print(json.dumps(seen))
     for seed in range(8):
         failing(root / str(seed), seed)

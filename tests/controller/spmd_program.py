@@ -1,4 +1,6 @@
-"""What one rank runs in the tests of SPMD: ``spmd_program.py SAVE_PATH SCENARIO``, started once per rank."""
+"""What one rank runs in the tests of SPMD: ``spmd_program.py SAVE_PATH SCENARIO``,
+started once per rank.
+"""
 
 from __future__ import annotations
 

@@ -163,7 +163,9 @@ def test_what_is_noticed_soon_after_a_capture_is_captured_when_it_may(
     with caplog.at_level(logging.WARNING):
         assert loop.is_slow(step, times=longer("reward", 9)) is None
         while (decision := loop.goes(ended := summary(loop.step + 1))) is None:
-            assert ended.waits.startswith(f"step {captured} was captured, and the watch pauses for 10 steps")
+            assert ended.waits.startswith(
+                f"step {captured} was captured, and the watch pauses for 10 steps"
+            )
             assert loop.step < captured + 20
     assert caplog.text.count("watch.trigger.cooldown") == 1
     assert (decision.step_range.first, decision.trigger.noticed) == (captured + 11, step + 1)
@@ -172,7 +174,9 @@ def test_what_is_noticed_soon_after_a_capture_is_captured_when_it_may(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_cooldown_is_the_watch_s_own(seed: int) -> None:
-    """Neither a person's capture, nor the schedule's, nor that of a false alarm silences the watch."""
+    """Neither a person's capture, nor the schedule's,
+    nor that of a false alarm silences the watch.
+    """
     drawn = random.Random(seed)
     loop = Loop(Anomaly(cooldown=drawn.randint(20, 80)))
     step = loop.quiet(drawn.randint(20, 60))
@@ -195,7 +199,9 @@ def test_the_cooldown_is_the_watch_s_own(seed: int) -> None:
 def test_what_was_noticed_is_in_the_log_with_the_reason_against_a_capture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And in top and on the page of the run; one that was captured is not said to be not captured."""
+    """And in top and on the page of the run;
+    one that was captured is not said to be not captured.
+    """
     loop, log = Loop(Anomaly(max_captures=1)), WatchLog(tmp_path)
     decision = loop.is_slow(loop.quiet(), slow=SLOW)
     assert decision is not None
@@ -210,7 +216,10 @@ def test_what_was_noticed_is_in_the_log_with_the_reason_against_a_capture(
     assert noticed.waits == "the watch has requested 1 captures (watch.trigger.max_captures)"
     write_json_atomically(tmp_path / "run.json", RUN)
     assert main(["top", str(tmp_path), "--once"]) == main(["report", str(tmp_path), "--save"]) == 0
-    assert capsys.readouterr().out.count("noticed, not captured (the watch has requested 1 captures") == 2
+    assert (
+        capsys.readouterr().out.count("noticed, not captured (the watch has requested 1 captures")
+        == 2
+    )
     page = (tmp_path / "index.html").read_text()
     assert noticed.noticed.reason in page
     assert f"not captured: {noticed.waits}" in page
@@ -274,7 +283,10 @@ def watched(folder: Path, **trigger: Any) -> ProfilingConfig:
     """Return settings whose watch asks for captures by one sign, and that have no schedule."""
     signs = {"window": 6, "slow_step": None, "leader": None, "memory": None, **trigger}
     return configured(
-        folder, schedule={"steps": []}, watch={"enable": True, "every": 3, "trigger": signs}, tool="spans"
+        folder,
+        schedule={"steps": []},
+        watch={"enable": True, "every": 3, "trigger": signs},
+        tool="spans",
     )
 
 
@@ -293,11 +305,15 @@ def captured(profiling: ProfilingCallback, step_of: Callable[[bool], None]) -> P
 def test_a_replica_that_is_suspected_is_captured_with_its_peer(
     tmp_path: Path, ray_cluster: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before the process that runs the trajectories, which waits for it: the report compares the engines."""
+    """Before the process that runs the trajectories, which waits for it:
+    the report compares the engines.
+    """
     config = watched(tmp_path, slow_stage=3.0)
     engines = [ray.remote(num_cpus=0)(Engine).remote() for _ in range(2)]
     agents = ray.remote(num_cpus=0)(Agents).remote()
-    ray.get([agents.set_up.remote(config), *(e.set_up.remote(config, i) for i, e in enumerate(engines))])
+    ray.get(
+        [agents.set_up.remote(config), *(e.set_up.remote(config, i) for i, e in enumerate(engines))]
+    )
     profiling = ProfilingCallback(config)
     profiling.add_rollout(engines)
     profiling.add_workers("agent_loop", [agents])
@@ -317,7 +333,9 @@ def test_a_replica_that_is_suspected_is_captured_with_its_peer(
     assert recorded == {"agent_loop_rank0", "rollout0", "rollout1"}
     assert main(["report", str(folder), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["suspects"]
-    more = {row["suspect"]: row["value"] - row["peer_value"] for row in rows if row["kind"] == "stage"}
+    more = {
+        row["suspect"]: row["value"] - row["peer_value"] for row in rows if row["kind"] == "stage"
+    }
     assert list(more) == ["rollout1_rank0"]
     assert more["rollout1_rank0"] > 0.3
 
@@ -326,9 +344,13 @@ def test_a_replica_that_is_suspected_is_captured_with_its_peer(
 def test_nothing_is_captured_where_the_watch_may_not_ask(
     tmp_path: Path, session: Session, trigger: dict[str, None] | None
 ) -> None:
-    """Without ``watch.trigger``, or with its signs switched off, there is only what people ask for."""
+    """Without ``watch.trigger``, or with its signs switched off,
+    there is only what people ask for.
+    """
     watch = {"enable": True, "trigger": trigger}
-    profiling = ProfilingCallback(settings(save_path=str(tmp_path), schedule={"steps": []}, watch=watch))
+    profiling = ProfilingCallback(
+        settings(save_path=str(tmp_path), schedule={"steps": []}, watch=watch)
+    )
     with profiling:
         for step in range(1, 16):
             profiling.on_step_begin(step)

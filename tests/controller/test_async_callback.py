@@ -1,4 +1,6 @@
-"""The callback for loops that are coroutines: the same captures, and an event loop that is never blocked."""
+"""The callback for loops that are coroutines: the same captures,
+and an event loop that is never blocked.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ async def test_local_workers_of_both_kinds_are_captured(tmp_path: Path, session:
     assert counts["stop_capture"] in (1, 2), "a second one asks for what was still being compressed"
 
 
-async def test_the_event_loop_is_free_while_a_remote_worker_stops(tmp_path: Path, pool: Pool) -> None:
+async def test_the_event_loop_is_free_while_a_remote_worker_stops(
+    tmp_path: Path, pool: Pool
+) -> None:
     """It is the loop that lets the worker stop, some turns later."""
     config = configured(tmp_path, tool="torch")
     set_up(config, pool.sync[:2])
@@ -74,7 +78,9 @@ async def test_the_event_loop_is_free_while_a_remote_worker_stops(tmp_path: Path
     ]
 
 
-async def test_a_rollout_may_begin_and_end_in_different_tasks(tmp_path: Path, session: Session) -> None:
+async def test_a_rollout_may_begin_and_end_in_different_tasks(
+    tmp_path: Path, session: Session
+) -> None:
     """Loops wrap hooks in tasks and timeouts; the stage of the rollout is whole all the same."""
     config = configured(tmp_path)
     callback = AsyncProfilingCallback(config)
@@ -95,7 +101,9 @@ async def test_a_rollout_may_begin_and_end_in_different_tasks(tmp_path: Path, se
 
 
 async def test_a_rollout_beside_the_step_encloses_none_of_its_stages(tmp_path: Path) -> None:
-    """What the loop does while generation runs in another task is as outermost as generation itself."""
+    """What the loop does while generation runs in another task is as outermost
+    as generation itself.
+    """
     callback = AsyncProfilingCallback(configured(tmp_path))
     async with callback:
         await callback.on_step_begin(2)
@@ -113,7 +121,9 @@ async def test_a_rollout_beside_the_step_encloses_none_of_its_stages(tmp_path: P
 
 
 async def test_a_step_may_be_over_before_its_capture_is_closed(tmp_path: Path) -> None:
-    """What the loop does between the two lies outside of the step; the rollout beside it ends with it."""
+    """What the loop does between the two lies outside of the step;
+    the rollout beside it ends with it.
+    """
     callback = AsyncProfilingCallback(configured(tmp_path))
     async with callback:
         callback.on_step_over()  # of no step: nothing

@@ -1,4 +1,6 @@
-"""A capture that begins is on disk when it begins, so that its folder explains itself whatever happens."""
+"""A capture that begins is on disk when it begins,
+so that its folder explains itself whatever happens.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +43,19 @@ WRITES = """
     seen = []
 
     def place(path, folder):
-        return Path(os.readlink(f"/proc/self/fd/{folder}") if folder >= 0 else "", str(path)).absolute()
+        parent = os.readlink(f"/proc/self/fd/{folder}") if folder >= 0 else ""
+        return Path(parent, str(path)).absolute()
 
     def note(event, arguments):
         if event == "os.rename":
             seen.append(f"to {place(arguments[1], arguments[3])}")
         elif event == "os.mkdir":
             seen.append(f"in {place(arguments[0], arguments[2])}")
-        elif event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_DIRECTORY):
-            if os.sep in str(arguments[0]):  # else it is a descriptor, or a name in an opened folder
+        elif event == "open" and arguments[2] & (
+            os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_DIRECTORY
+        ):
+            # else it is a descriptor, or a name in an opened folder
+            if os.sep in str(arguments[0]):
                 seen.append(f"in {place(arguments[0], -1)}")
 
     config = {
@@ -75,7 +81,8 @@ def test_a_captured_step_writes_its_manifest_twice_and_nothing_outside_of_the_ru
 ) -> None:
     """Whatever opens a file, makes a folder or renames something, is seen by an audit hook.
 
-    The callback tries once whether the run's folder could be made, with an empty folder that goes at once.
+    The callback tries once whether the run's folder could be made, with an empty folder that goes
+    at once.
     """
     lines = [line.split(" ", 1) for line in run_python(WRITES, mode).stdout.splitlines()]
     run = tmp_path / "run"
@@ -93,13 +100,18 @@ def test_a_killed_loop_leaves_a_step_that_every_command_names(
     """The step before is whole; the one that was open is said, and the exit code is 1."""
     run_python(KILLED, status=-9)
     folder = tmp_path / "run"
-    assert [read_manifest(step).state for step in sorted(folder.glob("step_*"))] == ["written", "begun"]
+    assert [read_manifest(step).state for step in sorted(folder.glob("step_*"))] == [
+        "written",
+        "begun",
+    ]
     for command in ("check", "report", "merge"):
         assert main([command, str(folder)]) == 1, command
         printed = "".join(capsys.readouterr())
         assert "killed: the capture began" in printed, command
         assert "step_000002" in printed, command
-        assert command != "check" or re.search("step 9 of schedule.steps has no folder.* is gone", printed)
+        assert command != "check" or re.search(
+            "step 9 of schedule.steps has no folder.* is gone", printed
+        )
     assert main(["check", str(folder / "step_000002")]) == 1
 
 

@@ -67,15 +67,21 @@ def manifest(config: ProfilingConfig, step: int = 2) -> Manifest:
     return read_manifest(Path(config.save_path) / f"step_{step:06d}")
 
 
-def local_worker(config: ProfilingConfig, role: str = "actor", rank: int = 0, **more: Any) -> TrainWorker:
+def local_worker(
+    config: ProfilingConfig, role: str = "actor", rank: int = 0, **more: Any
+) -> TrainWorker:
     worker = TrainWorker()
     worker.set_up(config, role, rank, **more)
     return worker
 
 
-def set_up(config: ProfilingConfig, workers: list[Any], role: str = "actor", **more: Any) -> list[Any]:
+def set_up(
+    config: ProfilingConfig, workers: list[Any], role: str = "actor", **more: Any
+) -> list[Any]:
     """Set Ray actors up as the ranks of a role; return them."""
-    ray.get([worker.set_up.remote(config, role, rank, **more) for rank, worker in enumerate(workers)])
+    ray.get(
+        [worker.set_up.remote(config, role, rank, **more) for rank, worker in enumerate(workers)]
+    )
     return workers
 
 
@@ -106,8 +112,13 @@ def test_a_step_of_a_local_worker_is_captured(tmp_path: Path, session: Session, 
     callback = following(config, worker := local_worker(config))
     run(callback, lambda step: worker.work())
     folder = Path(config.save_path) / "step_000002"
-    artifact = "actor_rank0.torch.json.gz" if mode == "e2e" else "actor_rank0.update_actor.torch.json.gz"
-    assert sorted(path.name for path in Path(config.save_path).iterdir()) == ["run.json", "step_000002"]
+    artifact = (
+        "actor_rank0.torch.json.gz" if mode == "e2e" else "actor_rank0.update_actor.torch.json.gz"
+    )
+    assert sorted(path.name for path in Path(config.save_path).iterdir()) == [
+        "run.json",
+        "step_000002",
+    ]
     found = {path.name for path in folder.iterdir()}
     assert found == {artifact, "actor_rank0.result.json", "manifest.json"}
     assert callback.last_folder == folder
@@ -125,7 +136,12 @@ def test_the_manifest_tells_the_step(tmp_path: Path, session: Session) -> None:
     callback = following(config, worker := local_worker(config))
     run(callback, lambda step: worker.work(["a", "b"]))
     written = manifest(config)
-    assert (written.step, written.steps, written.policy_version, written.complete) == (2, [2], 1, True)
+    assert (written.step, written.steps, written.policy_version, written.complete) == (
+        2,
+        [2],
+        1,
+        True,
+    )
     assert written.metrics == {"rollout/seconds": 0.5, "reward": 0.2}
     assert [span.name for span in written.stages] == ["rollout", "update_actor"]
     assert [(rpc.worker, rpc.method, rpc.ok) for rpc in written.rpcs] == [
@@ -136,7 +152,9 @@ def test_the_manifest_tells_the_step(tmp_path: Path, session: Session) -> None:
     assert [span.name for span in result.stages] == ["a", "b"]
     update = written.stages[1]
     assert not any(span.failed for span in written.stages)
-    assert written.rpcs[0].end_ns <= written.begin_ns <= update.begin_ns <= result.stages[0].begin_ns
+    assert (
+        written.rpcs[0].end_ns <= written.begin_ns <= update.begin_ns <= result.stages[0].begin_ns
+    )
     assert result.stages[1].end_ns <= update.end_ns <= written.end_ns <= written.rpcs[1].begin_ns
     assert [clock.samples for clock in written.clocks] == [0]
     run_info = json.loads((Path(config.save_path) / "run.json").read_text())
@@ -148,7 +166,9 @@ def test_the_manifest_tells_the_step(tmp_path: Path, session: Session) -> None:
 def test_a_continuous_capture_is_one_folder_that_tells_its_steps_apart(
     tmp_path: Path, session: Session
 ) -> None:
-    """Each step's begin, end, version, stages and metrics are its own; what lies between is in none."""
+    """Each step's begin, end, version, stages and metrics are its own;
+    what lies between is in none.
+    """
     config = configured(tmp_path, schedule={"steps": [2, 3, 5], "continuous": True})
     callback = following(config, worker := local_worker(config))
     for step, version in ((2, 7), (3, 9), (4, 9), (5, 9)):
@@ -170,7 +190,14 @@ def test_a_continuous_capture_is_one_folder_that_tells_its_steps_apart(
         {"loss": 2, "reward": 20},
         {"loss": 3, "reward": 30},
     ]
-    assert first.begin_ns == found.begin_ns < first.end_ns <= second.begin_ns < second.end_ns == found.end_ns
+    assert (
+        first.begin_ns
+        == found.begin_ns
+        < first.end_ns
+        <= second.begin_ns
+        < second.end_ns
+        == found.end_ns
+    )
     assert (found.steps, found.metrics) == ([2, 3], {"loss": 3, "reward": 30})
     update, validate, _ = found.stages
     assert first.begin_ns <= update.begin_ns <= update.end_ns <= first.end_ns
@@ -179,7 +206,9 @@ def test_a_continuous_capture_is_one_folder_that_tells_its_steps_apart(
 
 def test_a_warm_up_step_runs_the_tool_and_leaves_nothing(tmp_path: Path, session: Session) -> None:
     """Its recording is thrown away, and it makes no folder."""
-    config = configured(tmp_path, tool="torch", schedule={"wait": 1, "warmup": 1, "active": 1, "repeat": 1})
+    config = configured(
+        tmp_path, tool="torch", schedule={"wait": 1, "warmup": 1, "active": 1, "repeat": 1}
+    )
     callback = following(config, worker := local_worker(config))
     recording: dict[int, bool] = {}
 
@@ -191,7 +220,10 @@ def test_a_warm_up_step_runs_the_tool_and_leaves_nothing(tmp_path: Path, session
 
     run(callback, work, steps=4)
     assert recording == {1: False, 2: True, 3: True, 4: False}
-    assert sorted(path.name for path in Path(config.save_path).iterdir()) == ["run.json", "step_000003"]
+    assert sorted(path.name for path in Path(config.save_path).iterdir()) == [
+        "run.json",
+        "step_000003",
+    ]
 
 
 @pytest.mark.parametrize("added", ["actor", "ref"])
@@ -210,10 +242,15 @@ def test_a_class_of_two_roles_is_recorded_as_what_it_was_added(
     other = {"actor": "ref", "ref": "actor"}[added]
     assert (result.name, result.roles) == (f"{added}_rank0", [added, other])
     assert result.identity.role == added
-    assert (result.mode, result.tools) == {"actor": ("e2e", ["torch"]), "ref": ("discrete", ["spans"])}[added]
+    assert (result.mode, result.tools) == {
+        "actor": ("e2e", ["torch"]),
+        "ref": ("discrete", ["spans"]),
+    }[added]
 
 
-def test_the_role_that_is_on_is_recorded_where_the_other_is_off(tmp_path: Path, session: Session) -> None:
+def test_the_role_that_is_on_is_recorded_where_the_other_is_off(
+    tmp_path: Path, session: Session
+) -> None:
     """Also when the worker was added under the one that is off."""
     config = configured(tmp_path)
     worker = local_worker(configured(tmp_path, enable=False), "actor")
@@ -228,7 +265,9 @@ def test_the_role_that_is_on_is_recorded_where_the_other_is_off(tmp_path: Path, 
 def test_a_worker_whose_role_is_off_says_so(
     tmp_path: Path, session: Session, caplog: Any, given: dict[str, Any]
 ) -> None:
-    """The loop's settings are on and the worker's own are not: nothing failed, and nothing is silent."""
+    """The loop's settings are on and the worker's own are not: nothing failed,
+    and nothing is silent.
+    """
     config = configured(tmp_path)
     callback = following(config, local_worker(configured(tmp_path, **given)))
     run(callback, lambda step: None)
@@ -242,7 +281,9 @@ def test_a_worker_whose_role_is_off_says_so(
     assert caplog.messages == [note]
 
 
-def test_workers_that_are_added_again_take_the_place_of_the_first(tmp_path: Path, session: Session) -> None:
+def test_workers_that_are_added_again_take_the_place_of_the_first(
+    tmp_path: Path, session: Session
+) -> None:
     """Even in a captured step; of a worker of two roles the other role stays."""
     config = configured(tmp_path, schedule={"steps": [1, 2]})
     first, second = local_worker(config), local_worker(config)
@@ -264,7 +305,9 @@ def test_workers_that_are_added_again_take_the_place_of_the_first(tmp_path: Path
 
 
 def test_a_callback_without_workers_says_so(tmp_path: Path, session: Session, caplog: Any) -> None:
-    """Once, at the first step that is captured; in every manifest; and the check exits with a finding."""
+    """Once, at the first step that is captured; in every manifest;
+    and the check exits with a finding.
+    """
     config = configured(tmp_path, schedule={"steps": [2, 3]})
     callback = ProfilingCallback(config)
     callback.on_train_begin()
@@ -287,7 +330,10 @@ def test_a_callback_without_workers_says_so(tmp_path: Path, session: Session, ca
     ("workers", "message"),
     [
         ([], "role 'actor' has no workers"),
-        (object(), r"worker 0 of role 'actor' \(object\) is no object or actor handle with start_capture"),
+        (
+            object(),
+            r"worker 0 of role 'actor' \(object\) is no object or actor handle with start_capture",
+        ),
         ([CaptureMixin(), object()], r"worker 1 of role 'actor'"),
         (CaptureMixin, r"worker 0 of role 'actor' \(type\) is no object or actor handle"),
         (ray.remote(CaptureMixin), r"worker 0 of role 'actor' \(ActorClass\(CaptureMixin\)\)"),
@@ -298,7 +344,9 @@ def test_what_cannot_be_driven_is_refused(tmp_path: Path, workers: Any, message:
         following(configured(tmp_path), workers)
 
 
-def test_a_note_that_is_no_text_leaves_the_manifest_readable(tmp_path: Path, session: Session) -> None:
+def test_a_note_that_is_no_text_leaves_the_manifest_readable(
+    tmp_path: Path, session: Session
+) -> None:
     config = configured(tmp_path)
     with following(config) as callback:
         callback.add_note(3)  # type: ignore[arg-type]
@@ -306,7 +354,9 @@ def test_a_note_that_is_no_text_leaves_the_manifest_readable(tmp_path: Path, ses
     assert "3" in manifest(config, 2).notes
 
 
-@pytest.mark.parametrize(("first", "second"), [("my/role", "my role"), ("x" * 80 + "a", "x" * 80 + "b")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("my/role", "my role"), ("x" * 80 + "a", "x" * 80 + "b")]
+)
 def test_roles_whose_files_would_have_the_same_names_are_refused(first: str, second: str) -> None:
     """When they are added, before one overwrites the other's traces."""
     callback = ProfilingCallback({"enable": True, "tool": "spans"})
@@ -322,7 +372,9 @@ class _HangingWorker(CoroutineWorker):
 
 def test_a_coroutine_that_hangs_in_its_own_loop_is_waited_for_once(tmp_path: Path) -> None:
     """It goes on when its event loop runs again; later steps find the worker busy."""
-    config = settings(save_path=str(tmp_path), schedule={"steps": [1, 2, 3]}, timeouts={"start_s": 0.5})
+    config = settings(
+        save_path=str(tmp_path), schedule={"steps": [1, 2, 3]}, timeouts={"start_s": 0.5}
+    )
     loop = asyncio.new_event_loop()
     callback = ProfilingCallback(config)
     callback.add_rollout([_HangingWorker(config)], loop=loop)
@@ -356,8 +408,12 @@ def test_a_coroutine_worker_is_driven_from_an_ordinary_loop(
     assert manifest(config).workers[0].status == "ok"
 
 
-def test_rollout_windows_follow_the_hooks_in_discrete_mode(tmp_path: Path, session: Session) -> None:
-    """A replica records from ``on_rollout_begin`` to ``on_rollout_end``, each time they are called."""
+def test_rollout_windows_follow_the_hooks_in_discrete_mode(
+    tmp_path: Path, session: Session
+) -> None:
+    """A replica records from ``on_rollout_begin`` to ``on_rollout_end``,
+    each time they are called.
+    """
     config = configured(tmp_path, tool="torch", roles={"rollout": {"mode": "discrete"}})
     worker = local_worker(config, "rollout")
     callback = ProfilingCallback(config)
@@ -382,7 +438,9 @@ def test_rollout_windows_follow_the_hooks_in_discrete_mode(tmp_path: Path, sessi
     ]
     assert [span.name for span in result.stages] == ["generate", "generate"]
     for artifact in result.artifacts:
-        assert len(spans(Path(config.save_path) / "step_000002" / artifact.path, "aten::addmm")) == 1
+        assert (
+            len(spans(Path(config.save_path) / "step_000002" / artifact.path, "aten::addmm")) == 1
+        )
     windows = [span for span in written.stages if span.name == "rollout"]
     for artifact, window in zip(result.artifacts, windows, strict=True):
         assert artifact.end_ns - artifact.begin_ns > 0
@@ -390,7 +448,9 @@ def test_rollout_windows_follow_the_hooks_in_discrete_mode(tmp_path: Path, sessi
 
 
 class BoundGroup(WorkerGroup):
-    """A group as verl's ``spawn`` makes it: the actors know its methods under a prefixed name only."""
+    """A group as verl's ``spawn`` makes it: the actors know its
+    methods under a prefixed name only.
+    """
 
     def __init__(self, workers: list[Any]) -> None:
         super().__init__(workers)
@@ -402,7 +462,9 @@ class BoundGroup(WorkerGroup):
 
 
 def test_ray_actors_record_a_step_together(tmp_path: Path, pool: Pool) -> None:
-    """Two ranks, a threaded actor, and an async one, which goes on to serve requests: all in one manifest."""
+    """Two ranks, a threaded actor, and an async one, which goes on to serve requests:
+    all in one manifest.
+    """
     config = configured(tmp_path, tool="torch")
     actors = pool.sync[:2]
     set_up(config, actors)
@@ -438,7 +500,9 @@ def test_ray_actors_record_a_step_together(tmp_path: Path, pool: Pool) -> None:
         assert spans(path, "update_actor")[0]["cat"] == "user_annotation"
         for span in result.stages:
             assert update.begin_ns <= span.begin_ns <= span.end_ns <= update.end_ns
-    generated = [span for result in written.workers for span in result.stages if span.name == "generate"]
+    generated = [
+        span for result in written.workers for span in result.stages if span.name == "generate"
+    ]
     assert len(generated) == 3
     starts = [count["start_capture"] for count in ray.get([a.counts.remote() for a in everyone])]
     assert starts == [1, 1, 1, 1]
@@ -484,15 +548,21 @@ def test_ranks_that_are_not_selected_have_no_entry(
         assert note in caplog.messages
 
 
-def test_unknown_roles_in_the_settings_are_noted(tmp_path: Path, session: Session, caplog: Any) -> None:
-    """In ``select.roles`` and in ``roles``, with a guess, once; workers may come when training has begun."""
+def test_unknown_roles_in_the_settings_are_noted(
+    tmp_path: Path, session: Session, caplog: Any
+) -> None:
+    """In ``select.roles`` and in ``roles``, with a guess, once;
+    workers may come when training has begun.
+    """
     roles = {"select": {"roles": ["actor", "acctor"]}, "roles": {"rolout": {"mode": "discrete"}}}
     config = configured(tmp_path, schedule={"every": 1}, **roles)
     with ProfilingCallback(config) as callback:
         callback.add_workers("actor", local_worker(config))
         pass_steps(callback, 1, 2)
     selected, unused = manifest(config, 1).notes
-    assert selected.startswith("select.roles: no workers were added as 'acctor'; did you mean 'actor'?")
+    assert selected.startswith(
+        "select.roles: no workers were added as 'acctor'; did you mean 'actor'?"
+    )
     assert unused.startswith("roles: no workers were added as 'rolout'")
     assert manifest(config, 2).notes == [selected, unused]
     assert [caplog.messages.count(note) for note in (selected, unused)] == [1, 1]
@@ -509,7 +579,9 @@ def test_roles_that_are_not_selected_are_not_called(tmp_path: Path, session: Ses
 
 
 def test_workers_with_another_clock_are_put_on_the_controllers(tmp_path: Path, pool: Pool) -> None:
-    """The offset is found within its bound, and again at the end, for clocks that drift; it corrects."""
+    """The offset is found within its bound, and again at the end, for clocks that drift;
+    it corrects.
+    """
     true_ns, drift_ns = -3600 * 1_000_000_000, 500_000_000
     config = configured(tmp_path, tool="torch")
     set_up(config, pool.sync[:1])
@@ -561,7 +633,9 @@ class Server(RolloutCaptureMixin):
 def test_requests_and_versions_of_all_rollout_windows_reach_the_manifest(
     tmp_path: Path, session: Session, steps: list[int]
 ) -> None:
-    """A step may generate several times, as DAPO does; of several steps each window knows its own."""
+    """A step may generate several times, as DAPO does;
+    of several steps each window knows its own.
+    """
     schedule = {"steps": steps, "continuous": True}
     config = configured(tmp_path, mode="discrete", tool="torch", schedule=schedule)
     server = Server(config, 0)
@@ -580,7 +654,9 @@ def test_requests_and_versions_of_all_rollout_windows_reach_the_manifest(
     [result] = manifest(config).workers
     versions = [version for _, version in windows]
     assert (result.step, result.policy_versions) == (2, versions)
-    assert [request.policy_version for request in result.requests] == [one for one in versions for _ in "ab"]
+    assert [request.policy_version for request in result.requests] == [
+        one for one in versions for _ in "ab"
+    ]
     assert [(a.step, *a.policy_versions) for a in result.artifacts] == windows
 
 
@@ -588,9 +664,14 @@ def test_requests_and_versions_of_all_rollout_windows_reach_the_manifest(
 def test_replicas_that_share_a_process_lose_no_request(
     tmp_path: Path, session: Session, order: tuple[str, ...]
 ) -> None:
-    """Whichever object of the process was added first: the recording is one, the requests are each one's."""
+    """Whichever object of the process was added first: the recording is one,
+    the requests are each one's.
+    """
     config = configured(tmp_path)
-    worker, servers = local_worker(config, "actor"), [Server(config, replica) for replica in range(2)]
+    worker, servers = (
+        local_worker(config, "actor"),
+        [Server(config, replica) for replica in range(2)],
+    )
     callback = ProfilingCallback(config)
     for role in order:
         if role == "actor":

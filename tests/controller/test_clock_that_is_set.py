@@ -20,7 +20,8 @@ import ctypes, sys, time
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.workers import CaptureMixin
 
-settings = {"enable": True, "tool": "spans", "save_path": sys.argv[1], "schedule": {"steps": [4, 5, 6]}}
+settings = {"enable": True, "tool": "spans", "save_path": sys.argv[1],
+            "schedule": {"steps": [4, 5, 6]}}
 settings["watch"] = {"enable": sys.argv[3] == "watched", "every": 1}
 worker = CaptureMixin()
 worker.init_capture(settings, role="actor", rank=0, world_size=1)
@@ -75,7 +76,9 @@ def test_a_clock_that_is_set_in_a_captured_step_changes_no_duration(
         [said] = re.findall(r"^Step: (.*?),", capsys.readouterr().out, re.MULTILINE)
         assert 60 <= float(said.removesuffix(" ms")) < 60_000
     summaries = [line.split(",") for line in done.stderr.splitlines() if line[0].isdigit()]
-    assert [int(step) for step, *_ in summaries] == (list(range(1, 9)) if watched == "watched" else [])
+    assert [int(step) for step, *_ in summaries] == (
+        list(range(1, 9)) if watched == "watched" else []
+    )
     for step, seconds, *names in summaries:
         assert 0 < float(seconds) < 60, step
         assert names == ["forward", "backward"] or int(step) > 5, step

@@ -1,4 +1,6 @@
-"""``with profiling:`` around a loop, and ``async with profiling:`` around one that is a coroutine."""
+"""``with profiling:`` around a loop, and ``async with profiling:`` around one
+that is a coroutine.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ FAILS_AT_STOP = "tools.test_third_party:FailsAtStop"
 def test_what_the_loop_raises_goes_on_and_the_step_is_kept(
     tmp_path: Path, session: Session, caplog: Any, error: BaseException, strict: bool, gone: bool
 ) -> None:
-    """It is the same object, also if settings are strict, and the tool fails or nothing can be written."""
+    """It is the same object, also if settings are strict,
+    and the tool fails or nothing can be written.
+    """
     config = configured(tmp_path, strict=strict, tool=FAILS_AT_STOP)
     profiling = following(config)
 
@@ -47,8 +51,12 @@ def test_what_the_loop_raises_goes_on_and_the_step_is_kept(
         assert manifest(config).workers[0].reason == "stop raised OSError: device lost"
 
 
-async def test_a_block_that_cannot_be_entered_is_not_left_half_open(tmp_path: Path, session: Session) -> None:
-    """The blocking callback is refused inside of an event loop, and works outside of it afterwards."""
+async def test_a_block_that_cannot_be_entered_is_not_left_half_open(
+    tmp_path: Path, session: Session
+) -> None:
+    """The blocking callback is refused inside of an event loop,
+    and works outside of it afterwards.
+    """
     config = configured(tmp_path)
     profiling = following(config)
     with pytest.raises(CaptureStateError, match="use AsyncProfilingCallback"), profiling:
@@ -76,7 +84,9 @@ async def test_a_coroutine_ends_training_on_leaving(tmp_path: Path, session: Ses
             await profiling.on_step_begin(step)
             worker.work(["update_actor"] * 20)
             await profiling.on_step_end()
-        assert [artifact.status for artifact in manifest(config, step).workers[0].artifacts] == ["ok"]
+        assert [artifact.status for artifact in manifest(config, step).workers[0].artifacts] == [
+            "ok"
+        ]
 
 
 async def test_a_task_that_is_cancelled_keeps_its_step(tmp_path: Path, session: Session) -> None:
@@ -108,7 +118,9 @@ class Slow(TrainWorker):
         return super().start_capture(request)
 
 
-async def test_a_hook_that_is_cancelled_ends_its_work_first(tmp_path: Path, session: Session) -> None:
+async def test_a_hook_that_is_cancelled_ends_its_work_first(
+    tmp_path: Path, session: Session
+) -> None:
     """The next hook finds no worker busy, and no step is lost."""
     config = configured(tmp_path, schedule={"steps": [2, 3]})
     worker = Slow()

@@ -145,7 +145,8 @@ def test_who_asks_for_a_stage_that_only_the_loop_marks_reads_why_nothing_is_reco
     [worker] = request.captures[0].workers
     assert (worker.status, worker.artifacts) == ("skipped", [])
     assert worker.reason == (
-        "no selected stage ran (selected: update_actor; ran: none): the loop's own stages do not count; "
+        "no selected stage ran (selected: update_actor; ran: none): the loop's own stages do "
+        "not count; "
         "mark one in the worker with verl_profiling.stage"
     )
 
@@ -203,7 +204,9 @@ def test_requests_get_one_step_after_another(job: Job) -> None:
 
 
 def test_the_schedule_comes_first_and_a_request_joins_it(tmp_path: Path, session: Session) -> None:
-    """Without a selection; one with a selection takes the next step that the schedule leaves alone."""
+    """Without a selection; one with a selection takes the next step
+    that the schedule leaves alone.
+    """
     job = Job(configured(tmp_path, schedule={"steps": [1, 2]}))
     plain, aimed = job.ask(), job.ask(CaptureSelection(mode="discrete"))
     job.step(4)
@@ -241,10 +244,14 @@ def test_a_person_comes_before_the_watch_which_waits(
     """One capture a step: the watch gets the next one."""
     due = [
         Decision(
-            StepRange(3, 3), Trigger(kind="anomaly", reason="it is slow"), CaptureSelection(mode="discrete")
+            StepRange(3, 3),
+            Trigger(kind="anomaly", reason="it is slow"),
+            CaptureSelection(mode="discrete"),
         )
     ]
-    monkeypatch.setattr(Anomalies, "asks", lambda _, step, scheduled: due.pop() if step > 1 and due else None)
+    monkeypatch.setattr(
+        Anomalies, "asks", lambda _, step, scheduled: due.pop() if step > 1 and due else None
+    )
     job = Job(configured(tmp_path, watch={"enable": True, "trigger": {}}))
     job.step()
     job.ask()
@@ -301,7 +308,9 @@ def test_what_cannot_be_written_is_refused(
 
 
 def test_a_signal_captures_the_next_step(tmp_path: Path, session: Session) -> None:
-    """And no other; the manifest says that it was one. The folder of requests may be gone by then."""
+    """And no other; the manifest says that it was one.
+    The folder of requests may be gone by then.
+    """
     job = Job(configured(tmp_path))
     assert signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL
     job.step()
@@ -321,7 +330,11 @@ def test_a_handler_of_the_user_stays(tmp_path: Path, session: Session, watched: 
     mine: Any = (lambda *_: None) if watched else signal.SIG_DFL
     signal.signal(signal.SIGUSR2, mine)
     try:
-        job = Job(configured(tmp_path, watch={"enable": watched}, schedule={"steps": [] if watched else [9]}))
+        job = Job(
+            configured(
+                tmp_path, watch={"enable": watched}, schedule={"steps": [] if watched else [9]}
+            )
+        )
         job.step()
         assert signal.getsignal(signal.SIGUSR2) is mine
         job.callback.on_train_end()
@@ -345,7 +358,9 @@ def test_ray_actors_record_what_was_asked_for(tmp_path: Path, pool: Pool) -> Non
     assert manifest.trigger.stage == "update_actor"
     [result] = manifest.workers
     assert (result.name, result.status) == ("actor_rank1", "ok")
-    assert [artifact.path for artifact in result.artifacts] == ["actor_rank1.update_actor.torch.json.gz"]
+    assert [artifact.path for artifact in result.artifacts] == [
+        "actor_rank1.update_actor.torch.json.gz"
+    ]
 
 
 def put(job: Job, name: str, data: bytes) -> Path:
@@ -371,7 +386,9 @@ def put(job: Job, name: str, data: bytes) -> Path:
         b"\xff\xfe\x00",
     ],
 )
-def test_what_is_no_request_is_refused(job: Job, caplog: pytest.LogCaptureFixture, data: bytes) -> None:
+def test_what_is_no_request_is_refused(
+    job: Job, caplog: pytest.LogCaptureFixture, data: bytes
+) -> None:
     put(job, "0123456789ab.json", data)
     job.step(3)
     [refusal] = (job.run / "requests").iterdir()
@@ -399,7 +416,9 @@ def test_links_pipes_and_folders_are_not_opened(job: Job, tmp_path: Path) -> Non
     assert request.steps == [job.at]
 
 
-def test_nothing_is_removed_behind_a_link(job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_removed_behind_a_link(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Who may write the folder may ask, and cannot have the job's user empty another folder."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -412,7 +431,9 @@ def test_nothing_is_removed_behind_a_link(job: Job, tmp_path: Path, caplog: pyte
     assert "is a link" in caplog.text
 
 
-def test_what_is_logged_of_a_request_is_one_line(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_logged_of_a_request_is_one_line(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whoever asks writes no line of their own into the log, and no control characters."""
     put(job, "a\nERROR\x1b[31m.json", b"x")
     demand = Demand(
@@ -485,7 +506,8 @@ from fleet import TrainWorker
 from verl_profiling import ProfilingCallback
 
 config = settings(
-    save_path=sys.argv[1], run_id=sys.argv[2], tool="spans", schedule={"steps": []}, watch={"enable": True}
+    save_path=sys.argv[1], run_id=sys.argv[2], tool="spans", schedule={"steps": []},
+    watch={"enable": True}
 )
 worker = TrainWorker()
 worker.set_up(config)
@@ -520,9 +542,13 @@ def start_loop(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]
 
 
 def test_of_two_jobs_in_one_folder_one_is_named(
-    tmp_path: Path, start_loop: Callable[..., subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    start_loop: Callable[..., subprocess.Popen[bytes]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """By its folder or its ``run.json``; without that they are listed. A killed one is seen at once."""
+    """By its folder or its ``run.json``; without that they are listed.
+    A killed one is seen at once.
+    """
     save_path = tmp_path / "run"
     loop = start_loop(save_path, "a")
     wait_until((save_path / "requests").exists)
@@ -555,7 +581,10 @@ def test_asking_imports_nothing_heavy(job: Job, run_python: Callable[..., Any]) 
 
 
 def test_a_run_behind_a_url_is_asked_there(
-    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    session: Session,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Its folder is listed in the background, and so are refusals written."""
     monkeypatch.setattr("verl_profiling.controller.decision.LIST_S", 0.05)
@@ -581,7 +610,9 @@ def test_a_run_behind_a_url_is_asked_there(
         job.callback.on_train_end()
 
 
-def test_a_request_behind_a_url_that_no_step_read_is_refused(tmp_path: Path, session: Session) -> None:
+def test_a_request_behind_a_url_that_no_step_read_is_refused(
+    tmp_path: Path, session: Session
+) -> None:
     job = Job(configured(tmp_path, save_path=(url := f"file://{tmp_path}/store/run")))
     request = find_job(url).ask(CaptureSelection(), 1)
     job.step()
@@ -590,7 +621,9 @@ def test_a_request_behind_a_url_that_no_step_read_is_refused(tmp_path: Path, ses
     assert refusal.read_text() == "training ended after step 1"
 
 
-def test_a_worker_that_cannot_is_named_and_the_loop_goes_on(tmp_path: Path, session: Session) -> None:
+def test_a_worker_that_cannot_is_named_and_the_loop_goes_on(
+    tmp_path: Path, session: Session
+) -> None:
     job = Job(configured(tmp_path, strict=True))
     job.ask(CaptureSelection(tools=("nsys",)))
     job.step(2)

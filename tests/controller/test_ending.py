@@ -1,4 +1,6 @@
-"""A loop that ends without saying so: by a signal it handles, an unreported exception, or ``sys.exit``."""
+"""A loop that ends without saying so: by a signal it handles, an unreported exception,
+or ``sys.exit``.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ PROGRAM = """
             if scenario == "exits":
                 sys.exit(5)
             if scenario == "interrupted":
-                signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+                # a shell may have had it ignored
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 os.kill(os.getpid(), signal.SIGINT)
             if scenario == "own handler":
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -89,7 +92,9 @@ class _InterruptedError(BaseException):
 
 
 @pytest.mark.parametrize("hook", ["start", "stop"])
-def test_a_hook_that_is_interrupted_leaves_no_worker_recording(tmp_path: Path, pool: Pool, hook: str) -> None:
+def test_a_hook_that_is_interrupted_leaves_no_worker_recording(
+    tmp_path: Path, pool: Pool, hook: str
+) -> None:
     """Ctrl-C while the callback waits: who was called is stopped, and what they have is kept."""
     config = configured(tmp_path, timeouts={"start_s": 20, "stop_s": 20})
     set_up(config, pool.sync[:2])
@@ -126,7 +131,9 @@ def test_a_hook_that_is_interrupted_leaves_no_worker_recording(tmp_path: Path, p
     assert any("_InterruptedError" in note for note in written.notes)
 
 
-def test_ctrl_c_at_the_end_of_a_step_keeps_what_was_recorded(tmp_path: Path, run_python: RunPython) -> None:
+def test_ctrl_c_at_the_end_of_a_step_keeps_what_was_recorded(
+    tmp_path: Path, run_python: RunPython
+) -> None:
     """Also where it comes again at each stop: the step is `cut`, with its stages and metrics."""
     run_python(
         """
@@ -156,7 +163,11 @@ def test_ctrl_c_at_the_end_of_a_step_keeps_what_was_recorded(tmp_path: Path, run
         status=130,
     )
     cut = read(tmp_path)
-    assert (cut.state, cut.complete, cut.metrics) == ("written", False, {"reward": 1.0, "loss": 0.5})
+    assert (cut.state, cut.complete, cut.metrics) == (
+        "written",
+        False,
+        {"reward": 1.0, "loss": 0.5},
+    )
     assert {"a", "rollout"} <= {span.name for span in cut.stages}
     assert [worker.status for worker in cut.workers] == ["ok"]
     [step] = [entry for entry in check(tmp_path / "run").artifacts if entry.status == "cut"]

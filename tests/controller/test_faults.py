@@ -33,7 +33,9 @@ FLAWED = "tools.test_third_party"
 def test_a_step_that_raises_keeps_what_was_recorded_and_the_next_one_works(
     tmp_path: Path, session: Session
 ) -> None:
-    """``on_exception`` closes the capture, which the check names as cut short; training may go on."""
+    """``on_exception`` closes the capture, which the check names as cut short;
+    training may go on.
+    """
     config = configured(tmp_path, tool="torch", schedule={"steps": [1, 2]})
     callback = following(config, worker := local_worker(config))
     callback.on_train_begin()
@@ -53,11 +55,16 @@ def test_a_step_that_raises_keeps_what_was_recorded_and_the_next_one_works(
     assert (cut.path, cut.status) == ("step_000001/manifest.json", "cut")
     assert cut.reason.startswith("the step was cut short: ValueError: out of memory")
     assert main(["check", config.save_path]) == 1
-    assert [(span.name, span.failed) for span in first.stages] == [("rollout", True), ("update_actor", True)]
+    assert [(span.name, span.failed) for span in first.stages] == [
+        ("rollout", True),
+        ("update_actor", True),
+    ]
     for written in (first, second):
         [artifact] = written.workers[0].artifacts
         assert artifact.status == "ok"
-        assert spans(Path(config.save_path) / f"step_{written.step:06d}" / artifact.path, "aten::addmm")
+        assert spans(
+            Path(config.save_path) / f"step_{written.step:06d}" / artifact.path, "aten::addmm"
+        )
 
 
 @pytest.mark.parametrize("failing", ["start", "manifest"])
@@ -87,7 +94,9 @@ def test_a_restarted_actor_is_not_taken_for_the_one_that_recorded(
     tmp_path: Path, ray_cluster: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What died with its process is missing, and both processes are named; the next step works."""
-    config = configured(tmp_path, tool="tools.example_tool:CProfileTool", schedule={"steps": [1, 2]})
+    config = configured(
+        tmp_path, tool="tools.example_tool:CProfileTool", schedule={"steps": [1, 2]}
+    )
     worker = ray.remote(num_cpus=0, max_restarts=1)(Reborn).remote(config)
     stages = ["update_actor"]
     try:
@@ -111,7 +120,10 @@ def test_a_restarted_actor_is_not_taken_for_the_one_that_recorded(
     finally:
         ray.kill(worker)
     [lost] = manifest(config, 1).workers
-    assert (lost.status, [artifact.status for artifact in lost.artifacts]) == ("failed", ["missing"])
+    assert (lost.status, [artifact.status for artifact in lost.artifacts]) == (
+        "failed",
+        ["missing"],
+    )
     assert re.search(r"pid \d+ on .* recorded, but pid \d+ on .* answered the stop", lost.reason)
     assert manifest(config, 2).workers[0].status == "ok"
     assert main(["check", str(Path(config.save_path) / "step_000001")]) == 1
@@ -126,7 +138,9 @@ def until_both_record(config: ProfilingConfig, step: Callable[[], int]) -> None:
 
 
 def test_a_hung_actor_is_a_failed_entry_until_it_answers_again(tmp_path: Path, pool: Pool) -> None:
-    """Steps go on without it, and do not wait for it again; what it recorded is taken in when it answers."""
+    """Steps go on without it, and do not wait for it again;
+    what it recorded is taken in when it answers.
+    """
     timeouts = {"start_s": 20, "stop_s": 2, "finish_s": 20}
     config = configured(tmp_path, tool="torch", schedule={"every": 1}, timeouts=timeouts)
     callback = following(config, set_up(config, pool.sync[:2]))
@@ -158,7 +172,9 @@ def test_a_hung_actor_is_a_failed_entry_until_it_answers_again(tmp_path: Path, p
     assert check(Path(config.save_path) / "step_000001").ok
 
 
-def test_an_actor_that_hangs_at_the_start_does_not_hold_up_the_others(tmp_path: Path, pool: Pool) -> None:
+def test_an_actor_that_hangs_at_the_start_does_not_hold_up_the_others(
+    tmp_path: Path, pool: Pool
+) -> None:
     """The step begins after the timeout; the late worker is stopped as soon as it answers."""
     timeouts = {"start_s": 2, "stop_s": 10}
     config = configured(tmp_path, schedule={"every": 1}, timeouts=timeouts)
@@ -186,7 +202,9 @@ def test_an_actor_that_hangs_at_the_start_does_not_hold_up_the_others(tmp_path: 
 def test_a_recording_that_is_stopped_after_the_last_step_is_waited_for(
     tmp_path: Path, pool: Pool, mode: str, answers: bool
 ) -> None:
-    """Until the timeouts have passed: the manifest says failed until the worker answers, and check agrees."""
+    """Until the timeouts have passed: the manifest says failed until the worker answers,
+    and check agrees.
+    """
     timeouts = {"start_s": 20 if answers else 2, "stop_s": 0.5, "finish_s": 20 if answers else 0.5}
     config = configured(tmp_path, tool="torch", mode=mode, timeouts=timeouts)
     ray.get(pool.sync[0].set_up.remote(config, switches=tmp_path))
@@ -209,13 +227,17 @@ def test_strict_settings_raise_what_others_only_report(tmp_path: Path, session: 
     """``strict: true`` ends the training; the folder is written all the same."""
     config = configured(tmp_path, strict=True, tool=f"{FLAWED}:FailsAtStop")
     callback = following(config)
-    with pytest.raises(ProfilingError, match="step 2: actor_rank0 failed: stop raised OSError: device lost"):
+    with pytest.raises(
+        ProfilingError, match="step 2: actor_rank0 failed: stop raised OSError: device lost"
+    ):
         run(callback, lambda step: None)
     assert manifest(config).workers[0].status == "failed"
     callback.on_train_end()
 
 
-def test_a_folder_that_disappears_during_the_step_is_reported(tmp_path: Path, session: Session) -> None:
+def test_a_folder_that_disappears_during_the_step_is_reported(
+    tmp_path: Path, session: Session
+) -> None:
     """The tool's artifact is failed, and the manifest cannot be written; training goes on."""
     import shutil
 
@@ -250,16 +272,21 @@ def test_a_step_whose_folder_cannot_be_made_is_said_everywhere(
         aside.rename(run_folder)
         pass_steps(callback, 3)
     assert any("step" in said and "Not a directory" in said for said in caplog.messages)
-    assert "Not a directory" in json.loads((run_folder / "run.json").read_text())["not_captured"]["2"]
+    assert (
+        "Not a directory" in json.loads((run_folder / "run.json").read_text())["not_captured"]["2"]
+    )
     assert main(["check", str(run_folder)]) == 1
-    assert re.search("missing +run.json +step 2 was not captured: .*Not a directory", capsys.readouterr().out)
+    assert re.search(
+        "missing +run.json +step 2 was not captured: .*Not a directory", capsys.readouterr().out
+    )
     assert [manifest(config, step).workers[0].status for step in (1, 3)] == ["ok", "ok"]
 
 
 _READ_ONLY = """
 import subprocess, sys
 from verl_profiling import ProfilingCallback
-settings = {"enable": True, "tool": "spans", "save_path": f"{sys.argv[1]}/run", "schedule": {"steps": [1, 2]}}
+settings = {"enable": True, "tool": "spans", "save_path": f"{sys.argv[1]}/run",
+            "schedule": {"steps": [1, 2]}}
 with ProfilingCallback(settings) as callback:
     for step in (1, 2):
         callback.on_step_begin(step)
@@ -275,7 +302,9 @@ def test_a_disk_that_stays_read_only_is_said_by_check(
     with disk_of("256k", tmp_path / "disk") as disk:
         subprocess.run([sys.executable, "-c", _READ_ONLY, str(disk)], check=True)
         assert main(["check", str(disk / "run")]) == 1
-        assert re.search("step 2 of schedule.steps has no folder.* is gone", capsys.readouterr().out)
+        assert re.search(
+            "step 2 of schedule.steps has no folder.* is gone", capsys.readouterr().out
+        )
 
 
 LIMITED = """
@@ -300,7 +329,10 @@ def test_a_file_size_limit_is_reported_by_what_was_written(tmp_path: Path, run_p
     status, path, reason = done.stdout.strip().splitlines()[-1].split("|")
     assert status == "truncated"
     assert reason.startswith("cut off after 65536 bytes")
-    assert {file.name for file in (tmp_path / "step").iterdir()} == {path, "actor_rank0.result.json"}
+    assert {file.name for file in (tmp_path / "step").iterdir()} == {
+        path,
+        "actor_rank0.result.json",
+    }
 
 
 class Calls:

@@ -19,7 +19,9 @@ from verl_profiling.report.check import check
 from verl_profiling.run_files import read_manifest
 
 
-def cell(profiling: ProfilingCallback, worker: Any, interrupted_at: int = 0) -> Iterator[Path | None]:
+def cell(
+    profiling: ProfilingCallback, worker: Any, interrupted_at: int = 0
+) -> Iterator[Path | None]:
     """Run steps as a cell of a notebook does, without ``with``; yield the folder of each."""
     for step in range(1, 5):
         profiling.on_step_begin(step)
@@ -34,7 +36,8 @@ def cell(profiling: ProfilingCallback, worker: Any, interrupted_at: int = 0) -> 
 def test_the_next_callback_takes_over_a_worker(
     tmp_path: Path, session: Session, pool: Pool, remote: bool
 ) -> None:
-    """A cell that was interrupted in step 2 and is run again: that capture is failed, later ones are whole.
+    """A cell that was interrupted in step 2 and is run again: that capture is failed, later ones
+    are whole.
 
     A notebook keeps the last exception, and with it the callback; else it is dropped.
     """
@@ -53,6 +56,10 @@ def test_the_next_callback_takes_over_a_worker(
     assert all(check(folder).ok for folder in folders)
     forgotten = Path(config.save_path) / "step_000002"
     [lost] = read_manifest(forgotten).workers
-    assert (lost.name, lost.status, "never stopped" in lost.reason) == ("actor_rank0", "failed", True)
+    assert (lost.name, lost.status, "never stopped" in lost.reason) == (
+        "actor_rank0",
+        "failed",
+        True,
+    )
     assert not check(forgotten).ok
     assert ray.get(worker.is_idle.remote()) if remote else not session.recording

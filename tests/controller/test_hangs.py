@@ -104,7 +104,9 @@ def test_a_tool_that_never_returns_is_told_by_all_commands(
     caplog: pytest.LogCaptureFixture,
     blocks: bool,
 ) -> None:
-    """Which trajectory, in the log, top and check; with stacks in its own file; gone when it is over."""
+    """Which trajectory, in the log, top and check; with stacks in its own file;
+    gone when it is over.
+    """
     config, switch = watched(tmp_path), tmp_path / "switch"
     set_up(config, pool.sync[:1])
     with loop(config, ("agent_loop", [agents]), ("actor", pool.sync[:1])) as callback:
@@ -123,7 +125,9 @@ def test_a_tool_that_never_returns_is_told_by_all_commands(
             [said] = [text for text in caplog.messages if "step 4 hangs: in rollout" in text]
             assert "agent_loop_rank0" in said
             assert main(["top", config.save_path, "--once"]) == 1
-            assert capsys.readouterr().out.startswith("step 4 hangs: in rollout nothing has progressed for ")
+            assert capsys.readouterr().out.startswith(
+                "step 4 hangs: in rollout nothing has progressed for "
+            )
             assert main(["check", config.save_path]) == 1
             assert "step 4 hangs: in rollout" in capsys.readouterr().out
             assert main(["report", config.save_path, "--save"]) == 0
@@ -152,7 +156,9 @@ def test_a_worker_that_sleeps_in_a_stage_is_waited_for(tmp_path: Path, pool: Poo
             hang = the_hang(config)
             (tmp_path / "stage").unlink()
             ray.get(call)
-        assert after_a_while(lambda: not latest_step(lines(config))[0].hangs), "it goes on, in the same step"
+        assert after_a_while(lambda: not latest_step(lines(config))[0].hangs), (
+            "it goes on, in the same step"
+        )
         assert (hang.stage, hang.lane) == ("update_actor", "actor_rank1")
         assert "is in update_actor for" in hang.reason
         assert ".py:" in hang.reason, "where it is"
@@ -185,7 +191,11 @@ def test_an_engine_whose_own_process_is_stopped(tmp_path: Path) -> None:
     engine = ray.remote(num_cpus=0)(Engine).remote()
     ray.get(engine.set_up.remote(config, 0))
     pid = ray.get(engine.start_process.remote())
-    with loop(config, ("rollout", [engine])) as callback, callback.stage("rollout"), stopped(engine, pid):
+    with (
+        loop(config, ("rollout", [engine])) as callback,
+        callback.stage("rollout"),
+        stopped(engine, pid),
+    ):
         hang = the_hang(config)
     assert hang.lane == "rollout0_rank0"
     assert hang.reason == f"has a process that is stopped by a signal (sleep, pid {pid})"
@@ -226,7 +236,9 @@ def held(actor: Any, pid: int) -> Iterator[None]:
 def test_a_worker_that_cannot_answer_is_told_apart(
     tmp_path: Path, pool: Pool, befalls: Callable[[Any, int], Any], reason: str
 ) -> None:
-    """A process that is stopped, gone or busy in native code while its loop waits for something else."""
+    """A process that is stopped, gone or busy in native code while its loop waits
+    for something else.
+    """
     config = watched(tmp_path)
     set_up(config, pool.sync[:1])
     actor = ray.remote(num_cpus=0)(Reborn).remote(config)
@@ -334,7 +346,9 @@ def test_a_long_step_that_progresses_is_no_hang(
     ray.get(pool.sync[0].work.remote())  # it imports torch
     with loop(config, ("actor", pool.sync[:2]), ("agent_loop", [agents])) as callback:
         with callback.stage("update_actor"):
-            ray.get(pool.sync[0].work.remote([f"part{number}" for number in range(12)], seconds=0.4))
+            ray.get(
+                pool.sync[0].work.remote([f"part{number}" for number in range(12)], seconds=0.4)
+            )
         with callback.stage("rollout"):
             for _ in range(6):
                 ray.get(agents.call_tool.remote(tmp_path / "none"))
@@ -374,7 +388,9 @@ def test_quiet_steps_leave_nothing(tmp_path: Path, pool: Pool) -> None:
 
 
 def looking(worker: Any = None) -> list[int | None]:
-    """Return the threads that look for hangs, or are about to end: of this process, or of a worker."""
+    """Return the threads that look for hangs, or are about to end: of this process,
+    or of a worker.
+    """
 
     def here(of: Any) -> list[int | None]:
         return [one.ident for one in threading.enumerate() if one.name == "verl-profiling-hangs"]
@@ -383,7 +399,9 @@ def looking(worker: Any = None) -> list[int | None]:
 
 
 def test_a_worker_looks_until_the_training_ends(tmp_path: Path, pool: Pool) -> None:
-    """One thread in all steps, as a call in each could come too late; the loop's own ends with a step."""
+    """One thread in all steps, as a call in each could come too late;
+    the loop's own ends with a step.
+    """
     config, [worker] = watched(tmp_path), pool.sync[:1]
     set_up(config, [worker])
 
@@ -415,7 +433,9 @@ def test_a_worker_that_is_told_again_has_one_thread(tmp_path: Path, pool: Pool) 
     assert after_a_while(lambda: not looking(worker), 10)
 
 
-def test_a_rank_that_cannot_report_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_cannot_report_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its thread ends then, although the training goes on."""
     place = msgspec.msgpack.encode((str(tmp_path), 0.01))
     ranks: Any = SimpleNamespace(ended=threading.Event(), get=lambda key: place)
@@ -426,4 +446,7 @@ def test_a_rank_that_cannot_report_says_so_once(tmp_path: Path, caplog: pytest.L
         assert after_a_while(lambda: not looking(), 10)
     finally:
         ranks.ended.set()
-    assert len([text for text in caplog.messages if "hangs of actor_rank1 are not reported" in text]) == 1
+    assert (
+        len([text for text in caplog.messages if "hangs of actor_rank1 are not reported" in text])
+        == 1
+    )

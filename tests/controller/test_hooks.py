@@ -20,7 +20,8 @@ from verl_profiling.capture.session import Session
 STEPS = range(1, 6)
 NOTE = """if True:
     import os, sys
-    values = (os.environ["VERL_PROFILING_" + word] if word.isupper() else word for word in sys.argv[2:])
+    values = (os.environ["VERL_PROFILING_" + word] if word.isupper() else word
+              for word in sys.argv[2:])
     open(sys.argv[1], "a").write(" ".join(values) + chr(10))
 """
 
@@ -49,7 +50,9 @@ def notes(tmp_path: Path) -> list[str]:
     return sorted(path.read_text().splitlines()) if path.exists() else []
 
 
-def test_a_command_runs_after_each_capture_once_all_is_written(tmp_path: Path, session: Session) -> None:
+def test_a_command_runs_after_each_capture_once_all_is_written(
+    tmp_path: Path, session: Session
+) -> None:
     """Told by environment variables, in the loop's process by default."""
     config = settings(tmp_path, note=noting(tmp_path, "STEP", "ROLE", "FOLDER", "x"))
     train_through(config, *STEPS)
@@ -58,7 +61,9 @@ def test_a_command_runs_after_each_capture_once_all_is_written(tmp_path: Path, s
 
 
 def test_a_hook_of_the_last_capture_runs_once(tmp_path: Path, session: Session) -> None:
-    """With the run's folder, and before training ends where the schedule says which capture is the last."""
+    """With the run's folder, and before training ends where the schedule says
+    which capture is the last.
+    """
     config = settings(tmp_path, note=noting(tmp_path, "STEP", "FOLDER", when="last"))
     callback = following(config)
     for step in STEPS:
@@ -70,7 +75,9 @@ def test_a_hook_of_the_last_capture_runs_once(tmp_path: Path, session: Session) 
 
 
 def test_hooks_run_one_after_another_in_order(tmp_path: Path, session: Session) -> None:
-    """Also where the first takes longest: those of the captures, then what is due when training ends."""
+    """Also where the first takes longest: those of the captures,
+    then what is due when training ends.
+    """
     each = noting(tmp_path, "STEP")
     slower = 'test "$VERL_PROFILING_STEP" = 4 || sleep 0.5; "$@"'
     each["command"] = ["sh", "-c", slower, "sh", *each["command"]]
@@ -81,7 +88,9 @@ def test_hooks_run_one_after_another_in_order(tmp_path: Path, session: Session) 
 
 
 def test_workers_run_hooks_on_chosen_ranks(tmp_path: Path, pool: Pool) -> None:
-    """Each in its own process, waited for; a rank that does not record runs it too where it is named."""
+    """Each in its own process, waited for; a rank that does not record runs it too
+    where it is named.
+    """
     base = settings(
         tmp_path,
         mine=noting(tmp_path, "mine", "ROLE", "RANK", "PID", roles=["actor"]),
@@ -89,19 +98,29 @@ def test_workers_run_hooks_on_chosen_ranks(tmp_path: Path, pool: Pool) -> None:
         every=noting(tmp_path, "every", "RANK", roles=["actor"], ranks="all", when="last"),
     )
     config = ProfilingConfig.from_any({**base.to_dict(), "select": {"ranks": [0, 1]}})
-    pids = ray.get([worker.set_up.remote(config, rank=rank) for rank, worker in enumerate(pool.sync)])
+    pids = ray.get(
+        [worker.set_up.remote(config, rank=rank) for rank, worker in enumerate(pool.sync)]
+    )
     with following(config, pool.sync) as callback:
         pass_steps(callback, *STEPS)
     mine = [f"mine actor {rank} {pids[rank]}" for rank in (0, 1)]
-    assert notes(tmp_path) == sorted([*mine, *mine, "named 1", "named 2", "every 0", "every 1", "every 2"])
+    assert notes(tmp_path) == sorted(
+        [*mine, *mine, "named 1", "named 2", "every 0", "every 1", "every 2"]
+    )
 
 
-def test_a_hook_waits_for_what_is_finished_in_the_background(tmp_path: Path, session: Session) -> None:
-    """In the worker for its own artifacts, in the loop's process for all; the loop goes on meanwhile."""
+def test_a_hook_waits_for_what_is_finished_in_the_background(
+    tmp_path: Path, session: Session
+) -> None:
+    """In the worker for its own artifacts, in the loop's process for all;
+    the loop goes on meanwhile.
+    """
     look, plan = {"command": ["sh", "-c", 'ls "$VERL_PROFILING_FOLDER"']}, tmp_path / "plan.json"
     plan.write_text('{"2/actor_rank0": "finishes late"}')
     given = settings(tmp_path, mine={**look, "roles": ["actor"]}, all=look).to_dict()
-    config = ProfilingConfig.from_any({**given, "tool": FAULTY, "tools": {FAULTY: {"plan": str(plan)}}})
+    config = ProfilingConfig.from_any(
+        {**given, "tool": FAULTY, "tools": {FAULTY: {"plan": str(plan)}}}
+    )
     logs = tmp_path / "run" / "after"
     with following(config) as callback:
         pass_steps(callback, 1, 2, 3)
@@ -120,7 +139,11 @@ def test_a_hook_waits_for_what_is_finished_in_the_background(tmp_path: Path, ses
     ],
 )
 def test_a_hook_that_fails_is_said_and_hurts_nobody(
-    tmp_path: Path, session: Session, hook: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    session: Session,
+    hook: dict[str, Any],
+    said: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Even with strict settings; the log names the file with its output."""
     config = ProfilingConfig.from_any({**settings(tmp_path, bad=hook).to_dict(), "strict": True})

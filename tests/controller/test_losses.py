@@ -25,7 +25,9 @@ SOURCE = Path(__file__).parents[1] / "slow_disk.c"
 def test_a_disk_that_is_slow_or_fails_for_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_python: RunPython
 ) -> None:
-    """At most two file calls are the loop's own in each hook; manifests are written once they can be."""
+    """At most two file calls are the loop's own in each hook;
+    manifests are written once they can be.
+    """
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     library, runs = tmp_path / "slow_disk.so", tmp_path / "runs"
@@ -42,7 +44,9 @@ def test_a_disk_that_is_slow_or_fails_for_a_moment(
     monkeypatch.delenv("LD_PRELOAD")
     for kind, hooks in json.loads(done.stdout.splitlines()[-1]).items():
         assert max(map(len, hooks)) <= 2, (kind, hooks)
-    assert len((tmp_path / "log").read_text().splitlines()) > 100, "the shim saw the background's calls"
+    assert len((tmp_path / "log").read_text().splitlines()) > 100, (
+        "the shim saw the background's calls"
+    )
     late = runs / "late"
     info = read_run(late)
     assert info is not None
@@ -73,8 +77,12 @@ def test_without_a_further_thread_steps_are_captured(tmp_path: Path, session: Se
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_manifest_that_is_written_late_costs_nothing(tmp_path: Path, session: Session, seed: int) -> None:
-    """The hook after the capture runs, later metrics are kept, and strict settings raise nothing."""
+def test_a_manifest_that_is_written_late_costs_nothing(
+    tmp_path: Path, session: Session, seed: int
+) -> None:
+    """The hook after the capture runs, later metrics are kept,
+    and strict settings raise nothing.
+    """
     draw = random.Random(seed)
     step, shipped = draw.randint(1, 9), tmp_path / "shipped"
     after = {"ship": {"command": ["touch", str(shipped)]}}
@@ -122,7 +130,9 @@ def test_a_watch_that_is_outrun_says_what_it_left_out(
     tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every step has a summary or is counted, and no more than a thousand steps wait."""
-    config = configured(tmp_path, schedule={"steps": []}, watch={"enable": True, "steps": 16, "every": 1})
+    config = configured(
+        tmp_path, schedule={"steps": []}, watch={"enable": True, "steps": 16, "every": 1}
+    )
     worker, goes_on = local_worker(config), threading.Event()
     callback, read = following(config, worker), worker.read_watch
 

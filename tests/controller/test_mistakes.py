@@ -42,7 +42,9 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_worker_that_contradicts_the_callback_is_logged_once(
     seed: int, tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another role, other settings, a selected stage that nothing marks; and nothing is said without one."""
+    """Another role, other settings, a selected stage that nothing marks;
+    and nothing is said without one.
+    """
     chance = random.Random(seed)
     steps = sorted(chance.sample(range(1, 6), 3))
     marked, absent = (f"{name}_{seed}" for name in chance.sample(NAMES, 2))
@@ -82,7 +84,9 @@ def test_a_worker_that_contradicts_the_callback_is_logged_once(
 def test_a_correct_loop_is_told_nothing(
     seed: int, tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Stages of other steps than the captured ones, roles without workers, and roles that share a process."""
+    """Stages of other steps than the captured ones, roles without workers,
+    and roles that share a process.
+    """
     chance = random.Random(seed)
     roles = chance.sample(("actor", "critic", "judge", "reward"), 3)
     late, often = (f"{name}_{seed}" for name in chance.sample(NAMES, 2))
@@ -114,11 +118,15 @@ def test_a_folder_that_cannot_be_written_is_tried_when_the_callback_is_made(
     """A good one is not left behind."""
     (tmp_path / "file").touch()
     (tmp_path / "circle").symlink_to("circle")
-    good, *bad = (tmp_path.joinpath(name, *"abc"[:deep]) for name in ("new", "file", "circle", "n" * 300))
+    good, *bad = (
+        tmp_path.joinpath(name, *"abc"[:deep]) for name in ("new", "file", "circle", "n" * 300)
+    )
     ProfilingCallback({"enable": True, "save_path": str(good)})
     assert not (tmp_path / "new").exists()
     for given in map(str, bad):
-        with pytest.raises(ConfigError, match=r"save_path: .* cannot be written \(.*choose another folder"):
+        with pytest.raises(
+            ConfigError, match=r"save_path: .* cannot be written \(.*choose another folder"
+        ):
             ProfilingCallback({"enable": True, "save_path": given})
         ProfilingCallback({"enable": False, "save_path": given})
 
@@ -169,7 +177,9 @@ def test_a_disk_that_is_full_at_the_start_does_not_stop_the_training(
 def test_two_callbacks_in_one_step_are_logged_once(
     order: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One after the other is no mistake, also where the first loop died in a step and runs again."""
+    """One after the other is no mistake, also where the first loop died in a step
+    and runs again.
+    """
     config = {"enable": True, "schedule": {"steps": [9]}, "save_path": str(tmp_path)}
     first, second = ProfilingCallback(config), ProfilingCallback(config)
     first.on_step_begin(1)
@@ -191,7 +201,10 @@ def test_two_callbacks_in_one_step_are_logged_once(
 
 async def test_with_and_async_with_are_told_apart(tmp_path: Path) -> None:
     config = {"enable": True, "save_path": str(tmp_path)}
-    with pytest.raises(CaptureStateError, match="write `async with`"), AsyncProfilingCallback(config):
+    with (
+        pytest.raises(CaptureStateError, match="write `async with`"),
+        AsyncProfilingCallback(config),
+    ):
         pass
 
 
@@ -200,7 +213,9 @@ def test_cycles_before_the_first_step_are_said_at_once(
 ) -> None:
     """A run that resumes at step 500 has no cycle left."""
     cycles = {"skip_first": 10, "wait": 2, "active": 1, "repeat": 4}
-    with ProfilingCallback({"enable": True, "schedule": cycles, "save_path": str(tmp_path)}) as profiling:
+    with ProfilingCallback(
+        {"enable": True, "schedule": cycles, "save_path": str(tmp_path)}
+    ) as profiling:
         profiling.on_step_begin(500)
         assert "begins with step 500, and the schedule ends with step 22" in warnings(caplog)[0]
         profiling.on_step_end()
@@ -215,7 +230,9 @@ def test_cycles_before_the_first_step_are_said_at_once(
         ({"run_id": 12}, 'run_id: .*quotation marks: "12"'),
     ],
 )
-def test_a_setting_of_another_form_has_a_remedy_that_works(given: dict[str, Any], remedy: str) -> None:
+def test_a_setting_of_another_form_has_a_remedy_that_works(
+    given: dict[str, Any], remedy: str
+) -> None:
     with pytest.raises(ConfigError, match=remedy):
         ProfilingConfig.from_any({"enable": True, **given})
 

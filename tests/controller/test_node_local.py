@@ -39,15 +39,21 @@ def test_a_file_that_cannot_be_seen_is_named_with_its_host(
     found = read_manifest(folder)
     [artifact] = found.workers[0].artifacts
     host = found.workers[0].identity.host
-    assert artifact.status in ("pending", "ok"), "as the reply said, by whether it was compressed already"
+    assert artifact.status in ("pending", "ok"), (
+        "as the reply said, by whether it was compressed already"
+    )
     assert artifact.where == f"{host}:{tmp_path}/elsewhere/step_000002/actor_rank0.torch.json.gz"
     assert f"files of {host} are not visible on this host" in " ".join(found.notes)
     assert main(["check", str(folder)]) == 1
     assert f"the file is at {artifact.where}" in capsys.readouterr().out
 
 
-def test_a_log_that_is_still_written_is_not_on_another_disk(tmp_path: Path, session: Session) -> None:
-    """Trajectories are written in the background, after the stop; the process's result is there before."""
+def test_a_log_that_is_still_written_is_not_on_another_disk(
+    tmp_path: Path, session: Session
+) -> None:
+    """Trajectories are written in the background, after the stop;
+    the process's result is there before.
+    """
     config, worker = (
         configured(tmp_path, tool=["torch", "trajectories"], schedule={"every": 1}),
         TrainWorker(),

@@ -13,15 +13,22 @@ from verl_profiling.capture.session import Session
 
 
 def test_ends_without_begins_are_said_once(tmp_path: Path, session: Session, caplog: Any) -> None:
-    """On captured steps and on others; later steps in order, with gaps or several rollouts, say nothing."""
+    """On captured steps and on others; later steps in order, with gaps or several rollouts,
+    say nothing.
+    """
     config = configured(tmp_path, schedule={"steps": [0, 1, 2]})
     callback = following(config)
     for _ in range(3):
         callback.on_step_end()
         callback.on_rollout_end()
     step_end, rollout_end = caplog.messages
-    assert step_end == "on_step_end without on_step_begin: nothing ends; call on_step_begin(step) first"
-    assert rollout_end.startswith("on_rollout_end without on_rollout_begin: the rollout has no begin")
+    assert (
+        step_end
+        == "on_step_end without on_step_begin: nothing ends; call on_step_begin(step) first"
+    )
+    assert rollout_end.startswith(
+        "on_rollout_end without on_rollout_begin: the rollout has no begin"
+    )
     caplog.clear()
     callback.on_step_begin(0)
     callback.on_rollout_end()
@@ -66,7 +73,8 @@ def test_step_numbers_that_do_not_rise_are_said_once(
     with callback:
         pass_steps(callback, 1, 2, 1, 2, 2)
     assert caplog.messages == [
-        "step 1 begins after step 2: pass on_step_begin(step) a number that rises over the whole training, "
+        "step 1 begins after step 2: pass on_step_begin(step) a number that rises over the "
+        "whole training, "
         "not over an epoch; the schedule chooses steps by it"
     ]
 
@@ -80,7 +88,9 @@ def test_a_step_that_raised_may_begin_again(tmp_path: Path, session: Session, ca
             for step in (1, 1, 2):
                 callback.on_step_begin(step)
                 callback.on_exception(ValueError("it is tried again"))
-    assert caplog.messages == ["schedule.steps: step 100 never came; the loop ran from step 1 to step 2"]
+    assert caplog.messages == [
+        "schedule.steps: step 100 never came; the loop ran from step 1 to step 2"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +101,11 @@ def test_a_step_that_raised_may_begin_again(tmp_path: Path, session: Session, ca
             (1, 2, 3),
             "schedule.steps: steps 100, 200 never came; the loop ran from step 1 to step 3",
         ),
-        ({"steps": [1]}, (2, 3), "schedule.steps: step 1 never came; the loop ran from step 2 to step 3"),
+        (
+            {"steps": [1]},
+            (2, 3),
+            "schedule.steps: step 1 never came; the loop ran from step 2 to step 3",
+        ),
         (
             {"steps": list(range(10, 30))},
             (1, 2, 3),
@@ -107,7 +121,12 @@ def test_a_step_that_raised_may_begin_again(tmp_path: Path, session: Session, ca
     ],
 )
 def test_steps_that_never_came_are_said_when_training_ends(
-    tmp_path: Path, session: Session, caplog: Any, schedule: dict[str, Any], ran: tuple[int, ...], said: str
+    tmp_path: Path,
+    session: Session,
+    caplog: Any,
+    schedule: dict[str, Any],
+    ran: tuple[int, ...],
+    said: str,
 ) -> None:
     """Which ones, and how far the loop got; a second end of training says nothing new."""
     config = configured(tmp_path, schedule=schedule)
@@ -120,4 +139,6 @@ def test_a_loop_that_begins_no_step_is_said(tmp_path: Path, caplog: Any) -> None
     """Somebody forgot the hooks, and would wait for a folder in vain."""
     with ProfilingCallback(configured(tmp_path)):
         pass
-    assert caplog.messages == ["training ends and on_step_begin(step) was never called: nothing was captured"]
+    assert caplog.messages == [
+        "training ends and on_step_begin(step) was never called: nothing was captured"
+    ]

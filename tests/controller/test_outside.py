@@ -70,7 +70,9 @@ def test_the_pauses_and_what_followed_are_known_once_the_loop_goes_on(
     assert start.begin_ns <= written.rpcs[0].begin_ns
     assert written.rpcs[0].end_ns <= start.end_ns <= written.begin_ns
     assert written.end_ns <= stop.begin_ns <= written.rpcs[1].begin_ns
-    assert written.rpcs[1].end_ns <= write.begin_ns <= write.end_ns <= stop.end_ns <= validate.begin_ns
+    assert (
+        written.rpcs[1].end_ns <= write.begin_ns <= write.end_ns <= stop.end_ns <= validate.begin_ns
+    )
     assert stop.end_ns - stop.begin_ns >= 5e7
     assert first.outside[1].end_ns <= stop.end_ns
     assert not any(span.failed for span in written.outside)
@@ -80,7 +82,9 @@ def test_the_pauses_and_what_followed_are_known_once_the_loop_goes_on(
 
 
 def test_numbers_that_come_meanwhile_are_kept(tmp_path: Path, session: Session) -> None:
-    """What ``add_metrics`` brings after validation and what followed the step do not replace each other."""
+    """What ``add_metrics`` brings after validation
+    and what followed the step do not replace each other.
+    """
     config = configured(tmp_path)
     callback = callback_of(config)
     validated_step(callback, 2)
@@ -105,7 +109,9 @@ def test_stages_of_steps_that_are_not_captured_go_nowhere(tmp_path: Path, sessio
 
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
 def test_engines_and_workers_stop_at_the_same_time(tmp_path: Path, pool: Pool, mode: str) -> None:
-    """A rollout that is recorded until the step ends, as a window or a whole, is not waited for first."""
+    """A rollout that is recorded until the step ends, as a window or a whole,
+    is not waited for first.
+    """
     config = configured(tmp_path, roles={"rollout": {"mode": mode}})
     switch = tmp_path / "stop"
     ray.get(

@@ -1,4 +1,6 @@
-"""Runs behind a URL: what arrives there, in which order, and what happens when the store does not work."""
+"""Runs behind a URL: what arrives there, in which order,
+and what happens when the store does not work.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Store(MemoryFileSystem):
         return left > 0
 
     def put_file(self, lpath: Any, rpath: str, *args: Any, **kwargs: Any) -> None:
-        if self.fault("refuse") or (rpath.endswith("manifest.json") and self.fault("refuse the manifest")):
+        if self.fault("refuse") or (
+            rpath.endswith("manifest.json") and self.fault("refuse the manifest")
+        ):
             raise PermissionError("the token has expired")
         if self.fault("hang"):
             self.gate.wait(60)
@@ -119,7 +123,9 @@ def manifest(tmp_path: Path, step: int = 2) -> Manifest:
 
 
 def test_a_run_behind_a_url_is_whole_there_and_gone_here(tmp_path: Path, session: Session) -> None:
-    """Artifacts, results, manifests and run.json; each process's result comes after what it names."""
+    """Artifacts, results, manifests and run.json;
+    each process's result comes after what it names.
+    """
     train(settings(tmp_path))
     run = copied(tmp_path)
     assert check(run).ok
@@ -127,7 +133,9 @@ def test_a_run_behind_a_url_is_whole_there_and_gone_here(tmp_path: Path, session
     for step in (2, 4):
         folder = run / f"step_{step:06d}"
         found = read_manifest(folder)
-        assert [artifact.status for worker in found.workers for artifact in worker.artifacts] == ["ok"]
+        assert [artifact.status for worker in found.workers for artifact in worker.artifacts] == [
+            "ok"
+        ]
         assert found.metrics == {"reward": 0.5, "later": 1.0}
         assert {path.name for path in folder.iterdir()} == {
             "manifest.json",
@@ -153,7 +161,9 @@ def test_ray_workers_upload_their_own(tmp_path: Path, pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["refuse", "cut"])
-def test_an_upload_is_tried_again_until_it_is_whole(tmp_path: Path, session: Session, kind: str) -> None:
+def test_an_upload_is_tried_again_until_it_is_whole(
+    tmp_path: Path, session: Session, kind: str
+) -> None:
     """A refused one, and one of which a byte is missing."""
     Store.faults[kind] = 2
     train(settings(tmp_path))
@@ -172,7 +182,10 @@ def test_what_cannot_be_uploaded_stays_and_is_named(
     assert waiting(tmp_path).count("actor_rank0.torch.json.gz") == 2
     assert "the token has expired" in caplog.text
     [staged] = (tmp_path / "staging").iterdir()
-    put = f"fs, path = fsspec.url_to_fs('faulty://bucket/run'); fs.put('{staged}/', path, recursive=True)"
+    put = (
+        f"fs, path = fsspec.url_to_fs('faulty://bucket/run'); fs.put('{staged}/', path, "
+        "recursive=True)"
+    )
     assert f'python -c "import fsspec; {put}"' in caplog.text
     found = read_manifest(staged / "step_000002").workers[0].artifacts[0]
     assert found.status == "ok"
@@ -229,7 +242,9 @@ def test_runs_with_one_url_do_not_mix(tmp_path: Path, session: Session) -> None:
     names = [info.run_id for info in map(read_run, (run, run / "run_2")) if info is not None]
     assert names[0] == "grpo" != names[1]
     assert check(run / "run_2").ok
-    assert (run / "run_2" / "step_000002" / "actor_rank0.result.json").exists(), "nothing was pending"
+    assert (run / "run_2" / "step_000002" / "actor_rank0.result.json").exists(), (
+        "nothing was pending"
+    )
     session.reset()
     train(config)
     run = copied(tmp_path / "again")
@@ -302,12 +317,16 @@ def test_no_file_system_for_a_url_is_said_with_the_remedy(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match=r"save_path: .*nonsense"):
         ProfilingConfig(enable=True, tool="spans", save_path="nonsense://x")
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(ConfigError, match=r"save_path: s3://b/r .*pip install 'verl-profiling\[remote\]'"):
+    with pytest.raises(
+        ConfigError, match=r"save_path: s3://b/r .*pip install 'verl-profiling\[remote\]'"
+    ):
         ProfilingConfig(enable=True, tool="spans", save_path="s3://b/r")
 
 
 @pytest.mark.parametrize("command", ["report", "check", "merge", "collect", "view"])
-def test_commands_refuse_urls_with_the_remedy(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_refuse_urls_with_the_remedy(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "s3://bucket/run/step_000002"])
     assert ended.value.code == 2

@@ -24,7 +24,9 @@ def every_step(tmp_path: Path, **given: Any) -> ProfilingConfig:
 
 def kept(config: ProfilingConfig) -> list[str]:
     """Return what the run's folder holds, without ``run.json``."""
-    return sorted(path.name for path in Path(config.save_path).iterdir() if not path.name.startswith("run."))
+    return sorted(
+        path.name for path in Path(config.save_path).iterdir() if not path.name.startswith("run.")
+    )
 
 
 def names(*steps: int) -> list[str]:
@@ -74,7 +76,9 @@ def test_a_step_is_not_removed_while_a_worker_writes(tmp_path: Path, session: Se
     assert kept(config) == names(1, 2, 3)
     plan.write_text("{}")
     callback.on_train_end()
-    statuses = [a.status for step in (1, 2, 3) for w in manifest(config, step).workers for a in w.artifacts]
+    statuses = [
+        a.status for step in (1, 2, 3) for w in manifest(config, step).workers for a in w.artifacts
+    ]
     assert "pending" not in statuses
 
 
@@ -93,9 +97,14 @@ def test_a_step_has_another_name_before_its_removal_has_a_turn(
 
 
 def test_a_full_disk_is_not_written_to(
-    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    session: Session,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No step folder is made, which is logged once and noted in the next manifest, with what is free."""
+    """No step folder is made, which is logged once and noted in the next manifest,
+    with what is free.
+    """
     config = every_step(tmp_path)
     callback = following(config)
     usage, full = shutil.disk_usage, False
@@ -112,4 +121,7 @@ def test_a_full_disk_is_not_written_to(
     assert note.startswith("captures stopped at step 2 (")
     assert warning.startswith("captures stop at step 2, until there is room: ")
     for said in (note, warning, read_run(Path(config.save_path)).not_captured[2]):
-        assert f"{config.save_path} has 7 bytes of free space, less than limits.min_free_bytes=" in said
+        assert (
+            f"{config.save_path} has 7 bytes of free space, less than limits.min_free_bytes="
+            in said
+        )

@@ -1,4 +1,6 @@
-"""Whose a folder is: runs that share a save_path, runs that are resumed, and steps that come twice."""
+"""Whose a folder is: runs that share a save_path, runs that are resumed,
+and steps that come twice.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_second_run_gets_a_folder_of_its_own(
     tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """However often a script starts, nothing is moved or overwritten, and a warning says where it records."""
+    """However often a script starts, nothing is moved or overwritten,
+    and a warning says where it records.
+    """
     config = configured(tmp_path)
     root = Path(config.save_path)
     first = record(config)
@@ -70,14 +74,18 @@ def test_a_run_that_is_resumed_is_a_run_of_its_own(
 def test_a_run_that_goes_on_elsewhere_is_not_claimed_before_it_records(
     tmp_path: Path, session: Session
 ) -> None:
-    """Where the folder is another run's, or cannot be read, nothing is made before a step is captured."""
+    """Where the folder is another run's, or cannot be read,
+    nothing is made before a step is captured.
+    """
     other = configured(tmp_path, run_id="other", tool="spans")
     train_through(other, *range(1, 4))
     root = Path(other.save_path)
     before = contents(root)
     for damage in (before["run.json"], b"{"):
         (root / "run.json").write_bytes(damage)
-        train_through(configured(tmp_path, run_id="r", tool="spans", schedule={"steps": [9]}), *range(1, 4))
+        train_through(
+            configured(tmp_path, run_id="r", tool="spans", schedule={"steps": [9]}), *range(1, 4)
+        )
         assert contents(root) == {**before, "run.json": damage}
         assert not list(root.glob("run_*"))
 
@@ -98,7 +106,9 @@ def test_steps_that_never_came_are_named_by_the_check(
     assert main(["check", str(root / "run_2")]) == 0
 
 
-def test_a_loop_that_counts_from_the_start_again_overwrites_nothing(tmp_path: Path, session: Session) -> None:
+def test_a_loop_that_counts_from_the_start_again_overwrites_nothing(
+    tmp_path: Path, session: Session
+) -> None:
     config = configured(tmp_path)
     callback = following(config)
     folders = []
@@ -112,7 +122,8 @@ LIVING = """
     import sys
     from verl_profiling.controller.run import Run
     from verl_profiling import ProfilingConfig
-    config = ProfilingConfig(enable=True, tool="spans", save_path=sys.argv[1], run_id=sys.argv[2] or None)
+    config = ProfilingConfig(enable=True, tool="spans", save_path=sys.argv[1],
+                             run_id=sys.argv[2] or None)
     sys.stdin.readline()
     print(Run(config).path, flush=True)
     sys.stdin.readline()
@@ -120,7 +131,9 @@ LIVING = """
 
 
 @pytest.mark.parametrize("run_id", ["", "r"])
-def test_runs_that_start_at_the_same_moment_have_different_folders(tmp_path: Path, run_id: str) -> None:
+def test_runs_that_start_at_the_same_moment_have_different_folders(
+    tmp_path: Path, run_id: str
+) -> None:
     """With and without a name: whoever creates the file has the folder."""
     root = tmp_path / "run"
     command = [sys.executable, "-c", textwrap.dedent(LIVING), str(root), run_id]

@@ -22,7 +22,9 @@ SAMPLES = 8
 
 
 class Gathering:
-    """Lets calls return once as many are under way as there are workers; a call that waits in vain fails."""
+    """Lets calls return once as many are under way as there are workers;
+    a call that waits in vain fails.
+    """
 
     def __init__(self, size: int) -> None:
         self._size, self._here, self._late = size, Counter[str](), False
@@ -51,7 +53,9 @@ class Fake:
     async def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
         begin_ns = now_ns()
         await self._do("stop_capture")
-        result = CaptureResult(identity=self.identity, capture_id=capture_id or "", status="ok", step=1)
+        result = CaptureResult(
+            identity=self.identity, capture_id=capture_id or "", status="ok", step=1
+        )
         return StopReply(result, received_ns=begin_ns)
 
     async def _do(self, method: str) -> None:
@@ -71,7 +75,9 @@ def test_a_thousand_workers_are_called_side_by_side(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("grouped", [True, False], ids=["one group", "one by one"])
 def test_calls_grow_with_workers_plus_hosts(tmp_path: Path, grouped: bool) -> None:
-    """Clocks of other hosts cost some calls each; each is measured often, at the start and at the stop."""
+    """Clocks of other hosts cost some calls each; each is measured often,
+    at the start and at the stop.
+    """
     calls: Counter[str] = Counter()
 
     class Counted(Fake):

@@ -56,11 +56,20 @@ def test_both_ranks_are_in_one_manifest(tmp_path: Path) -> None:
         assert len({worker.identity.pid for worker in written.workers}) == 2
         assert [worker.identity.world_size for worker in written.workers] == [2, 2]
         for worker in written.workers:
-            assert [(span.name, span.depth) for span in worker.stages] == [("reward", 0), ("update_actor", 0)]
-        assert [span.name for span in written.stages] == ["reward", "update_actor"], "the step's anatomy"
+            assert [(span.name, span.depth) for span in worker.stages] == [
+                ("reward", 0),
+                ("update_actor", 0),
+            ]
+        assert [span.name for span in written.stages] == ["reward", "update_actor"], (
+            "the step's anatomy"
+        )
         assert (written.metrics, written.notes) == ({"reward": 0.0}, [])
     root = tmp_path / "run"
-    assert sorted(path.name for path in root.iterdir()) == ["run.json", "step_000002", "step_000003"]
+    assert sorted(path.name for path in root.iterdir()) == [
+        "run.json",
+        "step_000002",
+        "step_000003",
+    ]
     assert check(root).ok
 
 
@@ -154,7 +163,9 @@ def test_a_rank_that_is_late_is_taken_in(tmp_path: Path) -> None:
 def test_a_rank_whose_step_raises_keeps_what_it_recorded(
     tmp_path: Path, scenario: str, count: int, status: int, said: str
 ) -> None:
-    """The step is incomplete, with the reason; in the next one the rank is missing, the others record on."""
+    """The step is incomplete, with the reason; in the next one the rank is missing,
+    the others record on.
+    """
     results = ranks(tmp_path, scenario, count=count)
     assert [status for status, _ in results] == [*[0] * (count - 1), status], results
     first, second = steps(tmp_path)
@@ -167,7 +178,9 @@ def test_a_rank_whose_step_raises_keeps_what_it_recorded(
 
 
 def test_a_callback_on_rank_0_alone_waits_for_nobody(tmp_path: Path) -> None:
-    """The rank without one is a failed entry, until ``spmd: false`` says that rank 0's is one for all."""
+    """The rank without one is a failed entry, until ``spmd:
+    false`` says that rank 0's is one for all.
+    """
     (status, log), _ = ranks(tmp_path, "no callback")
     assert status == 0, log
     for written in steps(tmp_path):
@@ -175,7 +188,10 @@ def test_a_callback_on_rank_0_alone_waits_for_nobody(tmp_path: Path) -> None:
         assert "rank 1 has written no result" in written.workers[1].reason
     (tmp_path / "alone").mkdir()
     (status, log), _ = ranks(tmp_path / "alone", "no callback", spmd=False)
-    assert (status, [statuses(written) for written in steps(tmp_path / "alone")]) == (0, [[BOTH[0]]] * 2), log
+    assert (status, [statuses(written) for written in steps(tmp_path / "alone")]) == (
+        0,
+        [[BOTH[0]]] * 2,
+    ), log
 
 
 def test_the_clock_of_another_host_is_measured(tmp_path: Path) -> None:
@@ -187,7 +203,9 @@ def test_the_clock_of_another_host_is_measured(tmp_path: Path) -> None:
         [clock] = [clock for clock in written.clocks if clock.clock_domain == "elsewhere"]
         assert clock.samples == 8
         assert abs(clock.offset_ns - 5_000_000_000) <= clock.error_ns < 500_000_000
-        begin_ns = written.workers[1].stages[0].begin_ns - written.offset_ns(written.workers[1].identity)
+        begin_ns = written.workers[1].stages[0].begin_ns - written.offset_ns(
+            written.workers[1].identity
+        )
         assert abs(begin_ns - written.begin_ns) < 4_000_000_000
 
 
@@ -201,7 +219,9 @@ class Group(WorkerGroup):
 def test_a_driver_of_other_processes_has_no_peers(
     tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """RANK and WORLD_SIZE may be those of whatever started it: its workers are no objects of its own."""
+    """RANK and WORLD_SIZE may be those of whatever started it:
+    its workers are no objects of its own.
+    """
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "8")
     config = configured(tmp_path, timeouts={"start_s": 1, "stop_s": 1, "finish_s": 1})
@@ -210,7 +230,9 @@ def test_a_driver_of_other_processes_has_no_peers(
     assert [worker.status for worker in manifest(config).workers] == ["ok"]
 
 
-@pytest.mark.parametrize(("rank", "world_size"), [("1", "1"), ("x", "2"), ("2", "2"), ("-1", "2"), ("0", "")])
+@pytest.mark.parametrize(
+    ("rank", "world_size"), [("1", "1"), ("x", "2"), ("2", "2"), ("-1", "2"), ("0", "")]
+)
 def test_an_environment_that_names_no_rank_of_several_is_one_process(
     tmp_path: Path,
     session: Session,

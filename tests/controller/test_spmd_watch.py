@@ -40,11 +40,15 @@ def summaries(folder: Path, rank: int = 0, training: int = 0) -> list[StepSummar
 def test_a_rank_that_becomes_late_is_captured_with_a_peer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Over the store: noticed within five steps; whom the capture is not aimed at is not missing in it."""
+    """Over the store: noticed within five steps;
+    whom the capture is not aimed at is not missing in it.
+    """
     trigger: dict[str, Any] = {"window": 8, "cooldown": 0, "slow_stage": 4.0, "slow_step": None}
     watch = {"enable": True, "every": 10, "trigger": {**trigger, "leader": None, "memory": None}}
     logs = run(tmp_path, "slow", all={"watch": watch, "tool": "torch"})
-    folder = max((tmp_path / "run").glob("step_*"))  # an earlier one is of something else on the machine
+    folder = max(
+        (tmp_path / "run").glob("step_*")
+    )  # an earlier one is of something else on the machine
     manifest = read_manifest(folder)
     said = manifest.trigger
     assert (said.kind, said.stage, said.suspects) == ("anomaly", "rollout", ["actor_rank2"]), logs
@@ -67,7 +71,9 @@ def begin_of(use: RankUse) -> int:
     return next(begin_ns for _, begin_ns, _, _ in use.each_run())
 
 
-def test_a_late_rank_leads_in_the_accounts_of_rank_0_training_after_training(tmp_path: Path) -> None:
+def test_a_late_rank_leads_in_the_accounts_of_rank_0_training_after_training(
+    tmp_path: Path,
+) -> None:
     """All ranks are there under the names of manifests, and the rows add up to the step."""
     logs = run(tmp_path, "twice")
     for training in range(2):
@@ -79,35 +85,49 @@ def test_a_late_rank_leads_in_the_accounts_of_rank_0_training_after_training(tmp
             assert summary.workers == []
             assert sum(row.exposed_ns for row in summary.exposed) == summary.duration_ns
             assert all(begin_of(use) >= summary.begin_ns for use in summary.loop)
-        assert median(summary.exposed[0].name == "rollout" for summary in found), "but for a busy machine"
+        assert median(summary.exposed[0].name == "rollout" for summary in found), (
+            "but for a busy machine"
+        )
         begins = [begin_of(use) - summary.begin_ns for summary in found for use in summary.loop]
         assert median(begins) < 100e6
         first = [(row.leader, row.role) for row in (summary.exposed[0] for summary in found)]
-        assert first.count(("actor_rank2", "actor")) >= 5, "another one may be interrupted in a step"
+        assert first.count(("actor_rank2", "actor")) >= 5, (
+            "another one may be interrupted in a step"
+        )
         assert median(summary.exposed[0].exposed_ns for summary in found) > 150e6
         assert median(summary.exposed[0].lead_ns for summary in found) > 100e6
         for rank in (1, 2):
-            own = [(summary.step, summary.loop[0].lane) for summary in summaries(tmp_path, rank, training)]
+            own = [
+                (summary.step, summary.loop[0].lane)
+                for summary in summaries(tmp_path, rank, training)
+            ]
             assert own == [(step, LANES[rank]) for step in range(1, 9)]
 
 
 def test_workers_that_are_added_when_training_has_begun_are_of_one_loop(tmp_path: Path) -> None:
-    """They tell that there are other ranks: until then no rank takes a folder, or listens, for itself.
+    """They tell that there are other ranks: until then no rank takes a folder, or listens, for
+    itself.
 
     Ranks that end after rank 0 end well, and strict settings raise what goes wrong.
     """
     watch = {"enable": True, "every": 2}
-    logs = run(tmp_path, "added inside", all={"strict": True, "watch": watch, "schedule": {"steps": [4]}})
+    logs = run(
+        tmp_path, "added inside", all={"strict": True, "watch": watch, "schedule": {"steps": [4]}}
+    )
     assert [path.name for path in tmp_path.glob("run*")] == ["run"]
     manifest = read_manifest(tmp_path / "run" / "step_000004")
-    assert [(worker.name, worker.status) for worker in manifest.workers] == [(lane, "ok") for lane in LANES]
+    assert [(worker.name, worker.status) for worker in manifest.workers] == [
+        (lane, "ok") for lane in LANES
+    ]
     found = summaries(tmp_path)
     assert [[use.lane for use in summary.loop] for summary in found] == [LANES] * 8, logs
     assert logs == ["", "", ""]
 
 
 def test_ranks_with_other_settings_hold_up_nothing(tmp_path: Path) -> None:
-    """One without the watch is logged once; one that sends less often is in the summaries once it has."""
+    """One without the watch is logged once; one that sends less often is
+    in the summaries once it has.
+    """
     watch = {"enable": True, "every": 2}
     logs = run(
         tmp_path,
@@ -128,8 +148,12 @@ def test_ranks_with_other_settings_hold_up_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recorder", ["on", "off"])
-def test_a_rank_that_is_late_inside_a_stage_leads_if_torch_recorded_it(tmp_path: Path, recorder: str) -> None:
-    """Late by a seventh, and all leave the stage together: it is noticed; without records, nobody leads."""
+def test_a_rank_that_is_late_inside_a_stage_leads_if_torch_recorded_it(
+    tmp_path: Path, recorder: str
+) -> None:
+    """Late by a seventh, and all leave the stage together: it is noticed; without records,
+    nobody leads.
+    """
     buffer = {"TORCH_FR_BUFFER_SIZE": "2000" if recorder == "on" else "0"}
     trigger: dict[str, Any] = {"slow_stage": None, "slow_step": None, "memory": None}
     watch = {"enable": True, "every": 1, "trigger": trigger}
@@ -157,7 +181,9 @@ def test_a_rank_that_is_past_a_step_is_not_waited_for(monkeypatch: pytest.Monkey
         each.end()
 
 
-def test_a_loop_that_restarts_its_step_numbers_has_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_restarts_its_step_numbers_has_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Also if a rank had a step before that rank 0 had not."""
     monkeypatch.setattr("verl_profiling.controller.spmd._trainings", repeat(0))
     store = dist.HashStore()

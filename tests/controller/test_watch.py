@@ -34,7 +34,9 @@ def watched(tmp_path: Path, every: int = 2, **given: Any) -> ProfilingConfig:
     return configured(tmp_path, watch={"enable": True, "every": every}, **given)
 
 
-def followed(config: ProfilingConfig, *roles: tuple[str, Any]) -> tuple[ProfilingCallback, Summaries]:
+def followed(
+    config: ProfilingConfig, *roles: tuple[str, Any]
+) -> tuple[ProfilingCallback, Summaries]:
     """Return a callback with workers, and the summaries that its listeners get."""
     callback = ProfilingCallback(config)
     for role, workers in roles:
@@ -58,7 +60,9 @@ def after_a_while(look: Callable[[], bool], seconds: float = 60.0) -> bool:
 
 
 def test_every_step_of_a_local_worker_has_a_summary(tmp_path: Path, session: Session) -> None:
-    """Captured or not: the stages of the loop and of the worker, and exposed times that add up to it."""
+    """Captured or not: the stages of the loop and of the worker,
+    and exposed times that add up to it.
+    """
     config = watched(tmp_path)
     worker = local_worker(config)
     callback, whole = followed(config, ("actor", worker))
@@ -78,7 +82,10 @@ def test_every_step_of_a_local_worker_has_a_summary(tmp_path: Path, session: Ses
     assert [summary.captured for summary in whole] == ["", "step_000002", "", "", ""]
     written = manifest(config)
     assert [span.name for span in written.stages] == ["rollout", "update_actor"]
-    for begin_ns in (whole[1].begin_ns, written.begin_ns):  # what a capture takes to begin is no part of it
+    for begin_ns in (
+        whole[1].begin_ns,
+        written.begin_ns,
+    ):  # what a capture takes to begin is no part of it
         assert written.rpcs[0].end_ns <= begin_ns <= written.stages[0].begin_ns
     assert whole[1].end_ns <= written.rpcs[1].begin_ns
 
@@ -97,19 +104,26 @@ def test_a_watch_that_judges_no_step_is_said_once_at_the_begin(
 
 
 def test_without_the_watch_nobody_is_called_and_nothing_is_kept(tmp_path: Path, pool: Pool) -> None:
-    """The calls of a run are those of before: nothing reads what workers keep, and they keep nothing."""
+    """The calls of a run are those of before: nothing reads what workers keep,
+    and they keep nothing.
+    """
     config = configured(tmp_path)
     group = WorkerGroup(set_up(config, pool.sync[:2]))
     callback = following(config, group)
     run(callback, lambda step: ray.get([worker.work.remote() for worker in group.workers]), steps=5)
     assert group.calls == ["start_capture", "stop_capture"]
     assert callback.watch is None
-    assert ray.get([worker.read_watch.remote(WatchQuestion()) for worker in group.workers]) == [None, None]
+    assert ray.get([worker.read_watch.remote(WatchQuestion()) for worker in group.workers]) == [
+        None,
+        None,
+    ]
     assert not list(tmp_path.rglob("watch*"))
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_the_rings_of_ray_actors_are_read_every_few_steps(tmp_path: Path, pool: Pool, grouped: bool) -> None:
+def test_the_rings_of_ray_actors_are_read_every_few_steps(
+    tmp_path: Path, pool: Pool, grouped: bool
+) -> None:
     """By one call for each, or one for a group, and by the answers to the end of a capture."""
     config = watched(tmp_path, every=3)
     set_up(config, pool.sync)
@@ -121,14 +135,18 @@ def test_the_rings_of_ray_actors_are_read_every_few_steps(tmp_path: Path, pool: 
         assert group.calls.count("read_watch") == 5, most
     assert [summary.step for summary in whole] == list(range(1, 9))
     for summary in whole:
-        assert names(summary.workers) == {f"actor_rank{rank}": ["update_actor"] for rank in range(3)}
+        assert names(summary.workers) == {
+            f"actor_rank{rank}": ["update_actor"] for rank in range(3)
+        }
         assert sum(row.exposed_ns for row in summary.exposed) == summary.duration_ns
 
 
 def test_a_worker_that_never_answers_is_named_once_and_holds_up_nothing(
     tmp_path: Path, pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The summaries of the others are complete without it; it is not asked again until it has answered."""
+    """The summaries of the others are complete without it;
+    it is not asked again until it has answered.
+    """
     timeouts = {"start_s": 0.5, "stop_s": 20, "finish_s": 20}
     config = watched(tmp_path, schedule={"steps": [100]}, timeouts=timeouts)
     set_up(config, pool.sync, switches=tmp_path)
@@ -162,7 +180,9 @@ def test_a_worker_that_never_answers_is_named_once_and_holds_up_nothing(
 def test_a_worker_that_is_dead_is_named_once_and_holds_up_nothing(
     tmp_path: Path, pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The steps before have its stages; it is named by role and rank, though it was never captured."""
+    """The steps before have its stages; it is named by role and rank,
+    though it was never captured.
+    """
     config = watched(tmp_path, every=1, schedule={"steps": [100]})
     ray.get(pool.sync[0].set_up.remote(config, "critic"))
     actor = ray.remote(num_cpus=0)(Reborn).remote(config)
@@ -197,7 +217,9 @@ def test_workers_that_restart_are_waited_for_together(tmp_path: Path, session: S
     config = watched(tmp_path, every=1, schedule={"steps": [100]}, timeouts={"start_s": 1.0})
     callback, _ = followed(config, ("actor", workers))
     calls: list[int] = []
-    callback.watch.listeners.append(lambda _: calls.append(min(one.calls["read_watch"] for one in workers)))
+    callback.watch.listeners.append(
+        lambda _: calls.append(min(one.calls["read_watch"] for one in workers))
+    )
     run(callback, lambda step: after_a_while(lambda: len(calls) == step - 1), steps=2)
     assert calls[0] > 1
 
@@ -224,7 +246,9 @@ def test_the_end_of_training_is_not_held_up_by_a_worker_that_hangs(
 
 
 def test_clocks_that_differ_are_corrected(tmp_path: Path, pool: Pool) -> None:
-    """A worker whose clock is an hour ahead has its stages in the right steps, but for the error."""
+    """A worker whose clock is an hour ahead has its stages in the right steps,
+    but for the error.
+    """
     config = watched(tmp_path, every=2, schedule={"steps": [100]})
     ray.get(pool.sync[0].set_up.remote(config, "actor", 0, clock_ns=3600 * 10**9))
     ray.get(pool.sync[1].set_up.remote(config, "actor", 1))
@@ -243,7 +267,9 @@ def test_clocks_that_differ_are_corrected(tmp_path: Path, pool: Pool) -> None:
         for stage in stages
     ]
     assert max(apart for *_, apart in found) <= 1, "an answer may take long on a busy machine"
-    assert all(sum(lane == f"actor_rank{rank}" for lane, *_ in found) >= 3 for rank in (0, 1)), found
+    assert all(sum(lane == f"actor_rank{rank}" for lane, *_ in found) >= 3 for rank in (0, 1)), (
+        found
+    )
     ray.get([worker.set_up.remote(config) for worker in pool.sync[:2]])
 
 
@@ -301,7 +327,9 @@ def test_what_cannot_be_read_is_named_once_and_the_account_is_complete_without_i
     run(callback, lambda step: None, steps=4)
     [found] = [message for message in caplog.messages if message.startswith("watch:")]
     assert said in found
-    assert [names(summary.loop) for summary in whole] == [{"controller": ["rollout", "update_actor"]}] * 4
+    assert [names(summary.loop) for summary in whole] == [
+        {"controller": ["rollout", "update_actor"]}
+    ] * 4
     assert {row.leader for row in whole[0].exposed if row.name} == {""}
 
 
@@ -318,7 +346,9 @@ def test_a_listener_that_raises_is_said_once_and_the_others_hear(
     callback.watch.listeners.insert(0, broken)
     run(callback, lambda step: None, steps=3)
     assert len(whole) == 3
-    assert [record.message for record in caplog.records].count("watch: step 1: OSError: no space left") == 1
+    assert [record.message for record in caplog.records].count(
+        "watch: step 1: OSError: no space left"
+    ) == 1
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -332,7 +362,10 @@ def test_a_mistake_of_the_watch_is_no_matter_of_the_loop(
 
     fails.__name__ = "step_ends"
     profiling = ProfilingCallback(watched(tmp_path, strict=strict))
-    with monkeypatch.context() as broken, pytest.raises(KeyError) if strict else contextlib.nullcontext():
+    with (
+        monkeypatch.context() as broken,
+        pytest.raises(KeyError) if strict else contextlib.nullcontext(),
+    ):
         broken.setattr(Watch, "step_ends", fails)
         run(profiling, lambda step: None, steps=2)
     profiling.on_train_end()
@@ -357,12 +390,18 @@ def test_the_account_of_an_aimed_capture_has_the_others_too(tmp_path: Path, pool
     assert [len(summary.workers) for summary in whole] == [3] * 4
 
 
-def test_workers_that_are_never_due_are_read_with_captures_alone(tmp_path: Path, session: Session) -> None:
+def test_workers_that_are_never_due_are_read_with_captures_alone(
+    tmp_path: Path, session: Session
+) -> None:
     config = watched(tmp_path, every=0)
     worker = local_worker(config)
     callback, whole = followed(config, ("actor", worker))
     run(callback, lambda step: worker.work(), steps=3)
-    assert [names(summary.workers) for summary in whole] == [{}, {"actor_rank0": ["update_actor"]}, {}]
+    assert [names(summary.workers) for summary in whole] == [
+        {},
+        {"actor_rank0": ["update_actor"]},
+        {},
+    ]
 
 
 def test_what_lies_between_steps_belongs_to_none(tmp_path: Path, session: Session) -> None:
@@ -409,7 +448,9 @@ def test_what_lies_between_steps_belongs_to_none(tmp_path: Path, session: Sessio
 
 
 def test_a_loop_without_step_ends_has_accounts_from_begin_to_begin(tmp_path: Path) -> None:
-    """A step that did not end, ends when the next one begins; the last one at the end of training."""
+    """A step that did not end, ends when the next one begins;
+    the last one at the end of training.
+    """
     config = watched(tmp_path, every=1, schedule={"steps": [100]})
     callback, whole = followed(config)
     for step in range(1, 4):
@@ -432,7 +473,9 @@ def test_only_as_many_steps_are_kept_as_the_settings_say(tmp_path: Path) -> None
     assert [summary.step for summary in whole] == list(range(1, 101))
 
 
-def test_an_async_loop_has_accounts_with_generation_beside_the_steps(tmp_path: Path, pool: Pool) -> None:
+def test_an_async_loop_has_accounts_with_generation_beside_the_steps(
+    tmp_path: Path, pool: Pool
+) -> None:
     """Its workers are read without a wait; the stage ``rollout`` covers the generation alone."""
     config = watched(tmp_path, every=2, schedule={"steps": [3]})
     set_up(config, pool.sync[:1])
@@ -457,7 +500,9 @@ def test_an_async_loop_has_accounts_with_generation_beside_the_steps(tmp_path: P
                 await callback.on_step_end()
 
     asyncio.run(loop())
-    assert [(summary.step, summary.policy_version) for summary in whole] == [(n, 10 + n) for n in range(1, 6)]
+    assert [(summary.step, summary.policy_version) for summary in whole] == [
+        (n, 10 + n) for n in range(1, 6)
+    ]
     for summary in whole:
         assert names(summary.loop) == {"controller": ["rollout", "update_actor"]}
         assert names(summary.workers) == {"actor_rank0": ["update_actor"]}

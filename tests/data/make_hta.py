@@ -30,7 +30,9 @@ def hta_figures(trace: Path) -> dict[str, float | None]:
         "idle_percent": float(breakdown["idle_time_pctg"]),
         "compute_percent": float(breakdown["compute_time_pctg"]),
         # No number without communication.
-        "overlap_percent": None if isnan(shared := float(overlap["comp_comm_overlap_pctg"])) else shared,
+        "overlap_percent": None
+        if isnan(shared := float(overlap["comp_comm_overlap_pctg"]))
+        else shared,
     }
 
 

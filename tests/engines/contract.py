@@ -24,12 +24,18 @@ from verl_profiling.watch.sums import Busy, StageSums
 def request(folder: Path, step: int = 1, **fields: Any) -> CaptureRequest:
     """Return a request for a capture of one step."""
     return CaptureRequest(
-        capture_id=uuid4().hex, run_id="run", step=step, folder=str(folder / f"step_{step:06d}"), **fields
+        capture_id=uuid4().hex,
+        run_id="run",
+        step=step,
+        folder=str(folder / f"step_{step:06d}"),
+        **fields,
     )
 
 
 async def finished(server: Any, result: CaptureResult) -> list[Artifact]:
-    artifacts: list[Artifact] = (await server.stop_capture(result.capture_id, 60.0)).result.artifacts
+    artifacts: list[Artifact] = (
+        await server.stop_capture(result.capture_id, 60.0)
+    ).result.artifacts
     return artifacts
 
 
@@ -40,7 +46,9 @@ async def stop(server: Any, capture_id: str | None = None) -> CaptureResult:
 
 def at_the_stop(result: CaptureResult) -> CaptureResult:
     """Return a result without what the background work on its artifacts changes."""
-    artifacts = [msgspec.structs.replace(one, status="ok", bytes=0, events=0) for one in result.artifacts]
+    artifacts = [
+        msgspec.structs.replace(one, status="ok", bytes=0, events=0) for one in result.artifacts
+    ]
     return msgspec.structs.replace(result, artifacts=artifacts, revision=0)
 
 
@@ -105,14 +113,21 @@ class Captures:
 class EngineContract(Captures):
     streams = True
 
-    async def test_two_captures_land_in_their_own_step_folders(self, server: Any, tmp_path: Path) -> None:
-        """Each of two captures in one engine life has its own folder, canonical names and events."""
+    async def test_two_captures_land_in_their_own_step_folders(
+        self, server: Any, tmp_path: Path
+    ) -> None:
+        """Each of two captures in one engine life has its own folder,
+        canonical names and events.
+        """
         server.reconfigure()
         for step in (1, 7):
             paths = await self.capture(server, request(tmp_path, step))
             names = [f"rollout0_rank{rank}.torch.json.gz" for rank in range(self.ranks)]
             assert [path.name for path in paths] == names
-            assert sorted(path.name for path in paths[0].parent.iterdir()) == ["rollout0.result.json", *names]
+            assert sorted(path.name for path in paths[0].parent.iterdir()) == [
+                "rollout0.result.json",
+                *names,
+            ]
             assert paths[0].parent.name == f"step_{step:06d}"
             assert all(server.iterations(path) >= 4 for path in paths)
 
@@ -126,7 +141,9 @@ class EngineContract(Captures):
         assert first[0].name == "rollout0_rank0.rollout.torch.json.gz"
         assert again[0].name == "rollout0_rank0.rollout.2.torch.json.gz"
 
-    async def test_start_again_joins_and_stop_again_repeats(self, server: Any, tmp_path: Path) -> None:
+    async def test_start_again_joins_and_stop_again_repeats(
+        self, server: Any, tmp_path: Path
+    ) -> None:
         """The same capture id joins; an ended capture gives its result again."""
         server.reconfigure()
         order = request(tmp_path)
@@ -139,7 +156,10 @@ class EngineContract(Captures):
         assert at_the_stop(first) == at_the_stop(again)
         assert first.status == "ok"
         assert first.cost_s("stop") > 0
-        assert [(span.name, span.stage) for span in first.tool_spans] == [("start", None), ("stop", None)]
+        assert [(span.name, span.stage) for span in first.tool_spans] == [
+            ("start", None),
+            ("stop", None),
+        ]
         assert first.tool_spans[0].end_ns <= first.artifacts[0].end_ns <= first.tool_spans[1].end_ns
 
     async def test_stop_without_start_is_skipped(self, server: Any) -> None:
@@ -150,7 +170,9 @@ class EngineContract(Captures):
         assert "nothing is open" in result.reason
 
     async def test_another_capture_closes_the_open_one(self, server: Any, tmp_path: Path) -> None:
-        """Its loop has forgotten it: its result on disk is a failure, and the next capture is whole."""
+        """Its loop has forgotten it: its result on disk is a failure,
+        and the next capture is whole.
+        """
         server.reconfigure()
         order, after = request(tmp_path, 3), request(tmp_path, 4)
         await server.start_capture(order)
@@ -161,7 +183,9 @@ class EngineContract(Captures):
         assert (left["status"], left["reason"], left["step"]) == ("failed", "never stopped", 3)
         assert len(left["requests"]) == 1
 
-    async def test_uncreatable_folder_leaves_the_engine_alone(self, server: Any, tmp_path: Path) -> None:
+    async def test_uncreatable_folder_leaves_the_engine_alone(
+        self, server: Any, tmp_path: Path
+    ) -> None:
         """A step folder that cannot be made is an error at the start; the next capture works."""
         server.reconfigure()
         (tmp_path / "file").write_text("in the way")
@@ -180,7 +204,9 @@ class EngineContract(Captures):
         assert (result.status, result.artifacts) == ("skipped", [])
         assert not list(Path(order.folder).glob("*"))
 
-    async def test_requests_are_noted_only_while_capturing(self, server: Any, tmp_path: Path) -> None:
+    async def test_requests_are_noted_only_while_capturing(
+        self, server: Any, tmp_path: Path
+    ) -> None:
         """Times and lengths of each request, with the policy version, and of no other request."""
         server.reconfigure()
         await server.generate(3, 2)
@@ -199,7 +225,9 @@ class EngineContract(Captures):
     async def test_a_capture_over_a_weight_update_has_both_versions(
         self, server: Any, tmp_path: Path
     ) -> None:
-        """Requests carry the version that they began with; the server's word comes before the loop's."""
+        """Requests carry the version that they began with;
+        the server's word comes before the loop's.
+        """
         server.reconfigure()
         order = request(tmp_path, policy_version=5)
         await server.start_capture(order)
@@ -214,7 +242,9 @@ class EngineContract(Captures):
         result = await stop(server, order.capture_id)
         assert (result.policy_versions, result.notes) == ([6], [])
 
-    async def test_a_generation_that_raises_passes_through(self, server: Any, tmp_path: Path) -> None:
+    async def test_a_generation_that_raises_passes_through(
+        self, server: Any, tmp_path: Path
+    ) -> None:
         """The user's exception is untouched and the capture goes on."""
         server.reconfigure()
         order = request(tmp_path)
@@ -226,7 +256,9 @@ class EngineContract(Captures):
         assert result.status == "ok"
         assert [noted.failed for noted in result.requests] == [True, False]
 
-    async def test_a_replica_that_is_not_selected_is_skipped(self, server: Any, tmp_path: Path) -> None:
+    async def test_a_replica_that_is_not_selected_is_skipped(
+        self, server: Any, tmp_path: Path
+    ) -> None:
         """Global ranks and replicas select; the engine is not touched otherwise."""
         for select in ({"ranks": "8"}, {"replicas": "1"}, {"roles": ["actor"]}):
             server.reconfigure(select=select)
@@ -249,7 +281,9 @@ class WindowContract(EngineContract):
         for step, window in enumerate(self.windows):
             server.reconfigure(rollout=window)
             paths = await self.capture(server, request(tmp_path, step), tokens=12)
-            assert [server.iterations(path) for path in paths] == [window["count"]] * self.ranks, window
+            assert [server.iterations(path) for path in paths] == [window["count"]] * self.ranks, (
+                window
+            )
 
     async def test_unreached_window_is_empty_and_the_next_capture_clean(
         self, server: Any, tmp_path: Path
@@ -269,15 +303,20 @@ class WindowContract(EngineContract):
         assert left == ["rollout0.result.json"]
 
     async def test_an_aim_holds_for_one_capture(self, server: Any, tmp_path: Path) -> None:
-        """Of one rank, or by stage; aimed at others, or at a tool it has not, the engine records nothing."""
+        """Of one rank, or by stage; aimed at others, or at a tool it has not,
+        the engine records nothing.
+        """
         server.reconfigure()
         last = self.ranks - 1
         paths = await self.capture(
-            server, request(tmp_path, 1, selection=CaptureSelection(roles=("rollout",), ranks=(last,)))
+            server,
+            request(tmp_path, 1, selection=CaptureSelection(roles=("rollout",), ranks=(last,))),
         )
         assert [path.name for path in paths] == [f"rollout0_rank{last}.torch.json.gz"]
         selection = CaptureSelection(mode="discrete", stages=("rollout",), replicas=(0,))
-        paths = await self.capture(server, request(tmp_path, 2, selection=selection, stage="rollout"))
+        paths = await self.capture(
+            server, request(tmp_path, 2, selection=selection, stage="rollout")
+        )
         assert [path.name for path in paths] == [
             f"rollout0_rank{rank}.rollout.torch.json.gz" for rank in range(self.ranks)
         ]
@@ -291,7 +330,9 @@ class WindowContract(EngineContract):
         for step, (selection, why) in enumerate(aims.items(), 3):
             order = request(tmp_path, step, selection=selection)
             reply = await server.start_capture(order)
-            assert (reply.status in ("skipped", "refused"), why in reply.reason) == (True, True), reply
+            assert (reply.status in ("skipped", "refused"), why in reply.reason) == (True, True), (
+                reply
+            )
             await server.generate(1, 20)
             assert (await stop(server, order.capture_id)).status == "skipped"
         paths = await self.capture(server, request(tmp_path, 9))
@@ -299,7 +340,9 @@ class WindowContract(EngineContract):
             f"rollout0_rank{rank}.torch.json.gz" for rank in range(self.ranks)
         ]
         assert all(4 <= server.iterations(path) < 20 for path in paths)
-        assert len(list(tmp_path.iterdir())) == 3, "of a capture that is aimed at others there is no folder"
+        assert len(list(tmp_path.iterdir())) == 3, (
+            "of a capture that is aimed at others there is no folder"
+        )
 
     async def test_stop_while_generating(self, server: Any, tmp_path: Path) -> None:
         """Stopping early returns a whole trace, and generation goes on to its end."""
@@ -314,7 +357,9 @@ class WindowContract(EngineContract):
         assert [artifact.status for artifact in artifacts] == ["ok"] * self.ranks
 
     async def test_window_ends_by_time(self, server: Any, tmp_path: Path) -> None:
-        """After `rollout.max_window_s` the engine stops recording by itself; the stop still collects."""
+        """After `rollout.max_window_s` the engine stops recording by itself;
+        the stop still collects.
+        """
         server.reconfigure(rollout={"max_window_s": 0.3})
         order = request(tmp_path)
         await server.start_capture(order)
@@ -331,7 +376,9 @@ class WindowContract(EngineContract):
     async def test_a_stop_past_its_deadline_fails_and_delivers_later(
         self, server: Any, tmp_path: Path
     ) -> None:
-        """The result is `failed` after `rollout.stop_s`; what is written later is in the result on disk."""
+        """The result is `failed` after `rollout.stop_s`;
+        what is written later is in the result on disk.
+        """
         server.reconfigure(rollout={"stop_s": 0.001})
         order = request(tmp_path)
         await server.start_capture(order)

@@ -18,7 +18,9 @@ class OwnServer(RolloutCaptureMixin):
 
     def __init__(self, profiling: Any, replica: int) -> None:
         torch.manual_seed(replica)
-        self._model = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 32), torch.nn.Linear(32, VOCABULARY))
+        self._model = torch.nn.Sequential(
+            torch.nn.Embedding(VOCABULARY, 32), torch.nn.Linear(32, VOCABULARY)
+        )
         self._requests = RequestLog()
         self.init_capture(profiling, replica=replica, requests=self._requests)
 

@@ -23,7 +23,9 @@ SGLANG_ON_CPU: dict[str, Any] = {
 
 
 class EngineServer:
-    """Has the helpers of the contract; a subclass adds a capture mixin, ``self.engine`` and ``_one``."""
+    """Has the helpers of the contract; a subclass adds a capture mixin,
+    ``self.engine`` and ``_one``.
+    """
 
     sees_requests = True
 

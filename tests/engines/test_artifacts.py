@@ -33,7 +33,9 @@ def kineto(events: int, *, spans: bool = True) -> bytes:
 
 @pytest.mark.parametrize("compressed", [True, False], ids=["by the engine", "by us"])
 def test_events_that_lie_across_pieces_count_once(compressed: bool, tmp_path: Path) -> None:
-    """Whoever compresses it: a trace is read in pieces of 4 MiB, and here one ends inside a ``"ph"``."""
+    """Whoever compresses it: a trace is read in pieces of 4 MiB,
+    and here one ends inside a ``"ph"``.
+    """
     before, after = b'{"traceEvents": [{"ph": "X", "name": "', b'"}, {'
     name = b"a" * ((4 << 20) - len(before) - len(after) - 3)
     data = before + name + after + b'"ph": "X"}]}'

@@ -1,4 +1,6 @@
-"""Engines on an Ascend NPU: what they can record, and captures by their own profilers on stand-in CANN."""
+"""Engines on an Ascend NPU: what they can record,
+and captures by their own profilers on stand-in CANN.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Manager:
         self.server_args = type("ServerArgs", (), {"device": device, **sizes})()
         self.tokenizer_manager = self
 
-    async def start_profile(self, output_dir: str | None = None, start_step: int | None = None) -> None:
+    async def start_profile(
+        self, output_dir: str | None = None, start_step: int | None = None
+    ) -> None:
         """Start nothing."""
 
     async def stop_profile(self) -> None:
@@ -72,14 +76,20 @@ def test_an_option_that_an_engine_does_not_have_is_refused(
 def test_what_cannot_be_told_apart_is_refused() -> None:
     """A folder of torch_npu names its rank, but no data-parallel rank."""
     with pytest.raises(ConfigError, match="data-parallel ranks"):
-        SGLangCaptureMixin().init_capture(settings(), engine=Manager("npu", dp_size=2), requests=RequestLog())
+        SGLangCaptureMixin().init_capture(
+            settings(), engine=Manager("npu", dp_size=2), requests=RequestLog()
+        )
 
 
-@pytest.mark.parametrize(("device", "tool", "right"), [("npu", "torch", "npu"), ("cuda", "npu", "torch")])
+@pytest.mark.parametrize(
+    ("device", "tool", "right"), [("npu", "torch", "npu"), ("cuda", "npu", "torch")]
+)
 def test_the_tool_has_to_fit_the_device(device: str, tool: str, right: str) -> None:
     """With torch an engine on an NPU would write what nobody looks for, and the reverse."""
     config = ProfilingConfig.from_any({"enable": True, "tool": tool})
-    with pytest.raises(ConfigError, match=f"{tool} records nothing of SGLang on {device}; set tool {right}"):
+    with pytest.raises(
+        ConfigError, match=f"{tool} records nothing of SGLang on {device}; set tool {right}"
+    ):
         SGLangCaptureMixin().init_capture(config, engine=Manager(device), requests=RequestLog())
 
 
@@ -92,7 +102,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
             raise PackageNotFoundError(package)
         return version
 
-    return lambda version: monkeypatch.setattr(adapter.metadata, "version", partial(look_up, version))
+    return lambda version: monkeypatch.setattr(
+        adapter.metadata, "version", partial(look_up, version)
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +149,11 @@ def test_a_vllm_ascend_that_counts_no_iterations_is_named(
     ],
 )
 def test_an_sglang_that_does_not_reach_torch_npu_is_refused(
-    names: Outcome, version: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch, installed: Any
+    names: Outcome,
+    version: str | None,
+    refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    installed: Any,
 ) -> None:
     """Its next start of the profiler would end all its processes; a newer one is trusted."""
     installed(version)
@@ -162,7 +178,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 
 
 def artifacts(outcome: Outcome) -> list[list[tuple[str, str]]]:
-    return [artifacts_of(worker) for manifest in outcome["manifests"] for worker in manifest["workers"]]
+    return [
+        artifacts_of(worker) for manifest in outcome["manifests"] for worker in manifest["workers"]
+    ]
 
 
 def recorded(folder: str, path: str) -> tuple[Path, Outcome]:
@@ -186,10 +204,14 @@ class TestOwnProfilers:
     """What the engines' own profilers and the real torch_npu do in our hands."""
 
     def test_a_window_of_vllm(self, outcomes: Outcome) -> None:
-        """Its iterations count, in daemons that torch_npu refuses to analyse in: we do it afterwards."""
+        """Its iterations count, in daemons that torch_npu refuses to analyse in:
+        we do it afterwards.
+        """
         outcome = outcomes["vllm_e2e"]
         # No device, so no data of it; all else is as it is to be.
-        assert artifacts(outcome) == [[("rollout0_rank0.npu", "empty"), ("rollout0_rank1.npu", "empty")]]
+        assert artifacts(outcome) == [
+            [("rollout0_rank0.npu", "empty"), ("rollout0_rank1.npu", "empty")]
+        ]
         [folder] = outcome["folders"]
         for rank in range(2):
             path = f"rollout0_rank{rank}.npu"
@@ -198,10 +220,14 @@ class TestOwnProfilers:
             assert (found / "ASCEND_PROFILER_OUTPUT" / "analyse.done").exists()
             assert config["common_config"]["profile_memory"]
             assert not config["common_config"]["with_modules"]
-            assert products(folder, path) == 3, "rollout.start=2 and rollout.count=3 of six iterations"
+            assert products(folder, path) == 3, (
+                "rollout.start=2 and rollout.count=3 of six iterations"
+            )
 
     def test_vllm_by_stage_of_the_loop(self, outcomes: Outcome) -> None:
-        """Each rollout has folders of its own, although the second restarts a profiler that was stopped."""
+        """Each rollout has folders of its own, although the second restarts a profiler
+        that was stopped.
+        """
         outcome = outcomes["vllm_discrete"]
         both = [("rollout0_rank0.rollout.npu", "ok"), ("rollout0_rank1.rollout.npu", "ok")]
         assert artifacts(outcome) == [both, both]

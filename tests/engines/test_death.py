@@ -26,7 +26,9 @@ from verl_profiling.engines import recorder
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.workers import SGLangCaptureMixin
 
-_TRACE = {"traceEvents": [{"ph": "X", "name": "aten::add", "pid": 1, "tid": 1, "ts": 1.0, "dur": 1.0}]}
+_TRACE = {
+    "traceEvents": [{"ph": "X", "name": "aten::add", "pid": 1, "tid": 1, "ts": 1.0, "dur": 1.0}]
+}
 LOG = r"its log is the output of process \d+ on \S+"
 
 
@@ -61,8 +63,12 @@ class _Routes(BaseHTTPRequestHandler):
     """The part of SGLang's server that is asked."""
 
     def do_GET(self) -> None:
-        schemas = {"ProfileReq": {"properties": {"output_dir": {}, "num_steps": {}, "start_step": {}}}}
-        body = json.dumps({"components": {"schemas": schemas}, "tp_size": 1, "device": "cpu"}).encode()
+        schemas = {
+            "ProfileReq": {"properties": {"output_dir": {}, "num_steps": {}, "start_step": {}}}
+        }
+        body = json.dumps(
+            {"components": {"schemas": schemas}, "tp_size": 1, "device": "cpu"}
+        ).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -110,8 +116,12 @@ async def test_an_answer_that_is_no_http_does_not_end_a_stop_well(tmp_path: Path
     assert "BadStatusLine" in result.reason
 
 
-async def test_a_server_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang ends its server with its schedulers; stop and start name the address and where to look."""
+async def test_a_server_that_is_gone_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang ends its server with its schedulers;
+    stop and start name the address and where to look.
+    """
     monkeypatch.setattr(recorder, "_DYING_S", 0.2)
     with serving(_Routes) as address:
         server = SGLangCaptureMixin()
@@ -155,7 +165,9 @@ def test_a_server_that_hangs_holds_the_loop_up_no_longer_than_the_timeouts(
 async def test_a_server_that_writes_past_the_timeouts_delivers_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The result is `failed` at the timeout; the trace is in the result on disk, as for an engine object."""
+    """The result is `failed` at the timeout; the trace is in the result on disk,
+    as for an engine object.
+    """
     monkeypatch.setattr(recorder, "_DYING_S", 0.0)
     goes_on, spools = threading.Event(), []
 
@@ -194,7 +206,9 @@ async def test_a_server_that_writes_past_the_timeouts_delivers_later(
 async def test_vllm_that_is_killed_is_said_to_be_dead(
     ranks: int, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed while it is captured: the result is failed and names the death, and so does the next start."""
+    """Killed while it is captured: the result is failed and names the death,
+    and so does the next start.
+    """
     from tests.engines.test_vllm import Server
 
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1" if ranks == 2 else "auto")
@@ -215,7 +229,9 @@ async def test_vllm_that_is_killed_is_said_to_be_dead(
         assert result.status == "failed"
         assert "vLLM died" in result.reason
         assert "its log is" in result.reason
-        with pytest.raises(CaptureStateError, match=rf"start_capture\(step=4\): vLLM died \(.*{LOG}"):
+        with pytest.raises(
+            CaptureStateError, match=rf"start_capture\(step=4\): vLLM died \(.*{LOG}"
+        ):
             await server.start_capture(request(tmp_path, 4))
     finally:
         server.close()

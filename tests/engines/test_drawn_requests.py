@@ -18,7 +18,9 @@ from verl_profiling.workers import RequestLog
 
 @dataclass
 class Call:
-    """One call of ``generate``: its tokens, its samples, those in vLLM's first output, its end, its phase."""
+    """One call of ``generate``: its tokens, its samples, those in vLLM's first output,
+    its end, its phase.
+    """
 
     id: str
     tokens: int
@@ -32,7 +34,9 @@ class Call:
 class VLLM:
     """Replays outputs as vLLM 0.32 gives them: cumulative, with ``abort`` as a reason."""
 
-    def generate(self, prompt: list[int], sampling_params: Any, request_id: str) -> AsyncIterator[Any]:
+    def generate(
+        self, prompt: list[int], sampling_params: Any, request_id: str
+    ) -> AsyncIterator[Any]:
         return self.outputs(prompt, sampling_params.call, request_id)
 
     async def outputs(self, prompt: list[int], call: Call, id: str) -> AsyncIterator[Any]:
@@ -73,7 +77,11 @@ class SGLang:
             state.output_ids.append(7)
             if last and call.way == "raise":
                 raise RuntimeError("the engine is dead")
-            reason = {"abort": {"type": "abort"}, "end": {"type": "length"}}.get(call.way) if last else None
+            reason = (
+                {"abort": {"type": "abort"}, "end": {"type": "length"}}.get(call.way)
+                if last
+                else None
+            )
             told = [
                 {
                     "id": call.id if call.samples == 1 else f"random-{call.id}-{index}",
@@ -112,7 +120,9 @@ def draw(chance: random.Random, number: int) -> Call:
 
 @pytest.mark.parametrize("seed", range(24))
 async def test_a_sequence_counts_in_the_capture_where_it_ends(seed: int) -> None:
-    """From before or not, whole, aborted, cancelled or failed: with its id, its length and its fate."""
+    """From before or not, whole, aborted, cancelled or failed: with its id,
+    its length and its fate.
+    """
     chance = random.Random(seed)
     engine: Any = (VLLM, SGLang)[seed % 2]()
     log = RequestLog()
@@ -149,14 +159,18 @@ async def test_a_sequence_counts_in_the_capture_where_it_ends(seed: int) -> None
             assert len(log.pending_since_ns) == len(late)
     assert sorted((one.id, one.response_tokens, one.failed) for one in noted) == sorted(right)
     assert all(one.begin_ns <= one.first_token_ns <= one.end_ns for one in noted)
-    [total] = [total for total in sums[0].spans.of_steps([(0, 1 << 62)], 0)[0] if total.name == "generate"]
+    [total] = [
+        total for total in sums[0].spans.of_steps([(0, 1 << 62)], 0)[0] if total.name == "generate"
+    ]
     assert total.runs == sum(call.samples for call in calls)
     assert not sums[0].open
 
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_a_batch_that_sglang_refuses_has_all_its_sequences(seed: int) -> None:
-    """Each prompt counts, once for each sample; the caller gets SGLang's error, e.g. on too few ids."""
+    """Each prompt counts, once for each sample; the caller gets SGLang's error, e.g.
+    on too few ids.
+    """
     chance = random.Random(seed)
     samples, ids = chance.randint(1, 3), [f"p{number}" for number in range(chance.randint(1, 4))]
     told = ids[: chance.randint(0, len(ids))]

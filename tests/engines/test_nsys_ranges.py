@@ -92,7 +92,9 @@ async def test_a_warm_up_is_a_range_too(recorder: EngineRecorder, tmp_path: Path
     assert not noted.keep
 
 
-async def test_more_windows_than_announced(recorder: EngineRecorder, engine: Engine, tmp_path: Path) -> None:
+async def test_more_windows_than_announced(
+    recorder: EngineRecorder, engine: Engine, tmp_path: Path
+) -> None:
     """The engine is not started for a range that Nsight Systems would not record."""
     for step in (1, 2):
         await recorder.start(window(tmp_path, step))
@@ -102,8 +104,12 @@ async def test_more_windows_than_announced(recorder: EngineRecorder, engine: Eng
     assert engine.calls == ["start", "stop"] * 2
 
 
-async def test_a_range_inside_of_a_range(recorder: EngineRecorder, engine: Engine, tmp_path: Path) -> None:
-    """A trainer in the same process has one open: a second one would not be seen, and is refused."""
+async def test_a_range_inside_of_a_range(
+    recorder: EngineRecorder, engine: Engine, tmp_path: Path
+) -> None:
+    """A trainer in the same process has one open: a second one would not be seen,
+    and is refused.
+    """
     nsys.process_ranges().check("actor_rank0")
     nsys.process_ranges().note_opened(tmp_path / "step_000001", "actor_rank0.nsys-rep")
     with pytest.raises(CaptureStateError, match=r"a range is open .*, for actor_rank0\.nsys-rep"):

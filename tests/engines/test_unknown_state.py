@@ -1,4 +1,6 @@
-"""Starts and stops of an engine's profiler that fail, are late or are given up: it never stays on."""
+"""Starts and stops of an engine's profiler that fail, are late or are given up:
+it never stays on.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from tests.engines.test_death import _Routes, serving
 from verl_profiling.engines import recorder
 from verl_profiling.workers import SGLangCaptureMixin
 
-TRACE = {"traceEvents": [{"ph": "X", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1.0, "dur": 1.0}]}
+TRACE = {
+    "traceEvents": [{"ph": "X", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1.0, "dur": 1.0}]
+}
 START_S = 1.0
 
 
@@ -31,7 +35,8 @@ START_S = 1.0
 class Profiler:
     """SGLang's profiler: a start with a window is refused while it is on, a plain one replaces it.
 
-    Its first start may be slow, or be answered by an error although it is on; its first stop may fail.
+    Its first start may be slow, or be answered by an error although it is on; its first stop may
+    fail.
     """
 
     slow_s: float
@@ -85,7 +90,9 @@ def by_url(profiler: Profiler, names_errors: bool) -> type[_Routes]:
 
 
 class Manager:
-    """A tokenizer manager: its calls are answered in order, and one that is cancelled blocks the others."""
+    """A tokenizer manager: its calls are answered in order,
+    and one that is cancelled blocks the others.
+    """
 
     server_args = SimpleNamespace(tp_size=1, device="cpu")
 
@@ -112,8 +119,12 @@ class Manager:
             self._lock.release()
 
 
-async def step(server: SGLangCaptureMixin, folder: Path, number: int, cancelled: bool) -> tuple[str, str]:
-    """Capture a step as a callback does: it stops a worker also if the start failed; return the outcome."""
+async def step(
+    server: SGLangCaptureMixin, folder: Path, number: int, cancelled: bool
+) -> tuple[str, str]:
+    """Capture a step as a callback does: it stops a worker also if the start failed;
+    return the outcome.
+    """
     order, problem = request(folder, number), ""
     starting = asyncio.ensure_future(server.start_capture(order))
     if cancelled:
@@ -130,10 +141,15 @@ async def step(server: SGLangCaptureMixin, folder: Path, number: int, cancelled:
 async def run(seed: int, folder: Path) -> None:
     """Capture three steps with an engine that is drawn from a seed."""
     draw = random.Random(seed)
-    profiler = Profiler(draw.choice((0, START_S / 2, 2 * START_S)), draw.random() < 0.3, draw.random() < 0.3)
+    profiler = Profiler(
+        draw.choice((0, START_S / 2, 2 * START_S)), draw.random() < 0.3, draw.random() < 0.3
+    )
     cancelled = draw.random() < 0.4
     names_errors, uses_url = draw.random() < 0.5, draw.random() < 0.6
-    changes: dict[str, Any] = {"tools": {"torch": {"activities": ["cpu"]}}, "timeouts": {"start_s": START_S}}
+    changes: dict[str, Any] = {
+        "tools": {"torch": {"activities": ["cpu"]}},
+        "timeouts": {"start_s": START_S},
+    }
     if draw.random() < 0.5:
         changes["rollout"] = {"count": draw.randint(1, 9)}
     server = SGLangCaptureMixin()
@@ -147,7 +163,9 @@ async def run(seed: int, folder: Path) -> None:
                 threading.Thread(target=loop.run_forever, daemon=True).start()
                 stack.callback(loop.call_soon_threadsafe, loop.stop)
         server.init_capture(settings(folder, **changes), engine=engine)
-        outcomes = [await step(server, folder, number, cancelled and number == 1) for number in (1, 2, 3)]
+        outcomes = [
+            await step(server, folder, number, cancelled and number == 1) for number in (1, 2, 3)
+        ]
     seen = f"seed {seed}: {outcomes}, {profiler}"
     assert not profiler.folder, f"it is still on: {seen}"
     assert [status for status, _ in outcomes].count("ok") >= 2, seen
@@ -159,7 +177,9 @@ async def run(seed: int, folder: Path) -> None:
 async def test_a_profiler_whose_state_is_unknown_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Later captures are whole, the profiler is off in the end, and reasons hold the server's answers."""
+    """Later captures are whole, the profiler is off in the end,
+    and reasons hold the server's answers.
+    """
     monkeypatch.setattr(recorder, "_DYING_S", 0.1)
     ends = await asyncio.gather(
         *(run(seed, tmp_path / str(seed)) for seed in range(40)), return_exceptions=True

@@ -57,7 +57,9 @@ class Server(EngineServer, VLLMCaptureMixin):
         self._ids = itertools.count()
 
     def close(self) -> None:
-        """End what the engine has started at once; by itself it takes seconds, and is killed in the end."""
+        """End what the engine has started at once; by itself it takes seconds,
+        and is killed in the end.
+        """
         for process in set(multiprocessing.active_children()) - self._others:
             for each in (*psutil.Process(process.pid).children(recursive=True), process):
                 each.kill()
@@ -69,7 +71,9 @@ class Server(EngineServer, VLLMCaptureMixin):
         except CaptureStateError as error:
             if "was started with (delay_iterations, max_iterations)" not in str(error):
                 raise
-            pytest.skip("this vLLM fixes the window when it starts; test_window_of_engine_args has one")
+            pytest.skip(
+                "this vLLM fixes the window when it starts; test_window_of_engine_args has one"
+            )
 
     async def _one(self, prompt: list[int], tokens: int) -> int:
         from vllm import SamplingParams
@@ -88,7 +92,9 @@ class Server(EngineServer, VLLMCaptureMixin):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+async def server(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Server]:
     """One engine for the module; its processes are gone afterwards."""
     server = Server(tiny_model, tmp_path_factory.mktemp("save"))
     yield server
@@ -116,7 +122,9 @@ class TestTensorParallel(RanksContract):
 
 
 async def test_idling_with_stacks_is_cheap(tiny_model: Path, tmp_path: Path) -> None:
-    """With stacks recording begins with the first iteration and ends after a few, not while polling."""
+    """With stacks recording begins with the first iteration and ends after a few,
+    not while polling.
+    """
     changes = {"tools": {"torch": {"stack": True, "shapes": True}}}
     server = Server(tiny_model, tmp_path, changes=changes)
     try:
@@ -128,7 +136,9 @@ async def test_idling_with_stacks_is_cheap(tiny_model: Path, tmp_path: Path) -> 
 
 
 async def test_window_of_engine_args(tiny_model: Path, tmp_path: Path) -> None:
-    """A window that the engine is started with is exact, capture after capture, on every version."""
+    """A window that the engine is started with is exact, capture after capture,
+    on every version.
+    """
     changes = {"rollout": {"start": 2, "count": 3}}
     server = Server(tiny_model, tmp_path / "save", changes=changes)
     try:
@@ -144,8 +154,12 @@ async def test_window_of_engine_args(tiny_model: Path, tmp_path: Path) -> None:
         server.close()
 
 
-async def test_engine_without_a_profiler(tiny_model: Path, tmp_path: Path, session: Session) -> None:
-    """With the tool torch it is refused at init, with the remedy; with spans its requests are logged."""
+async def test_engine_without_a_profiler(
+    tiny_model: Path, tmp_path: Path, session: Session
+) -> None:
+    """With the tool torch it is refused at init, with the remedy;
+    with spans its requests are logged.
+    """
     server = Server(tiny_model, tmp_path, changes={"enable": False})
     try:
         with pytest.raises(CaptureStateError, match=r"no profiler.*engine_args\(config\)"):
@@ -161,7 +175,9 @@ async def test_engine_without_a_profiler(tiny_model: Path, tmp_path: Path, sessi
 
 
 async def test_options_are_refused_by_name_or_nothing_is_configured(tmp_path: Path) -> None:
-    """No arguments when disabled, when the role is left out, and for tools that record no engine."""
+    """No arguments when disabled, when the role is left out,
+    and for tools that record no engine.
+    """
     windowed = {"torch": {"mini_batches": {"active": 2}}}
     with pytest.raises(ConfigError, match=r"tools\.torch\.mini_batches"):
         VLLMCaptureMixin.engine_args(settings(tmp_path, tools=windowed))

@@ -1,4 +1,6 @@
-"""A real vLLM in a Ray actor under the stand-in ``nsys``: its own CUDA profiler mode opens the ranges."""
+"""A real vLLM in a Ray actor under the stand-in ``nsys``:
+its own CUDA profiler mode opens the ranges.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ class Server(VLLMCaptureMixin):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        os.environ["CUDA_CALLS"] = f"{os.environ['VERL_PROFILING_NSYS_OUTPUT']}.{os.getpid()}.cuda-calls"
+        output = os.environ["VERL_PROFILING_NSYS_OUTPUT"]
+        os.environ["CUDA_CALLS"] = f"{output}.{os.getpid()}.cuda-calls"
         self.engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=model, skip_tokenizer_init=True, enforce_eager=True, max_model_len=128,
@@ -54,7 +57,8 @@ class Server(VLLMCaptureMixin):
         from vllm import SamplingParams
 
         sampling = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False)
-        async for _ in self.engine.generate({"prompt_token_ids": [5, 6, 7]}, sampling, request_id=name):
+        prompt = {"prompt_token_ids": [5, 6, 7]}
+        async for _ in self.engine.generate(prompt, sampling, request_id=name):
             pass
 
     async def leave(self):
@@ -87,8 +91,12 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
-def test_the_engine_opens_the_ranges_that_nsys_expects(tiny_model: Path, tmp_path: Path, mode: str) -> None:
-    """As many as announced, closed by the engine after two iterations; one report a replica and step."""
+def test_the_engine_opens_the_ranges_that_nsys_expects(
+    tiny_model: Path, tmp_path: Path, mode: str
+) -> None:
+    """As many as announced, closed by the engine after two iterations;
+    one report a replica and step.
+    """
     install(tmp_path, tmp_path / "log")
     (tmp_path / "script.py").write_text(SCRIPT)
     run = tmp_path / "run"
@@ -99,7 +107,11 @@ def test_the_engine_opens_the_ranges_that_nsys_expects(tiny_model: Path, tmp_pat
         capture_output=True,
         text=True,
         timeout=560,
-        env={**os.environ, "PATH": os.pathsep.join(path), "PYTHONPATH": os.pathsep.join(python_path)},
+        env={
+            **os.environ,
+            "PATH": os.pathsep.join(path),
+            "PYTHONPATH": os.pathsep.join(python_path),
+        },
     )
     assert done.returncode == 0, done.stderr[-3000:]
     options = json.loads((tmp_path / "log").read_text().splitlines()[-1])
@@ -110,7 +122,9 @@ def test_the_engine_opens_the_ranges_that_nsys_expects(tiny_model: Path, tmp_pat
     name = {"e2e": "rollout0.nsys-rep", "discrete": "rollout0.rollout.nsys-rep"}[mode]
     for step in (1, 3):
         [worker] = read_manifest(run / f"step_{step:06d}").workers
-        assert [(artifact.path, artifact.status) for artifact in worker.artifacts] == [(name, "pending")]
+        assert [(artifact.path, artifact.status) for artifact in worker.artifacts] == [
+            (name, "pending")
+        ]
         assert worker.tools == ["nsys"]
         assert [request.response_tokens for request in worker.requests] == [4]
     assert main(["collect", str(run)]) == 0

@@ -44,7 +44,8 @@ def main():
     class Server(VLLMCaptureMixin):
         def __init__(self):
             self.engine = LLM(
-                model=model, skip_tokenizer_init=True, enforce_eager=True, max_model_len=128, max_num_seqs=4,
+                model=model, skip_tokenizer_init=True, enforce_eager=True, max_model_len=128,
+                max_num_seqs=4,
                 dtype="float32", distributed_executor_backend=backend or None,
                 **self.engine_args(settings(folder, "e2e")),
             )
@@ -84,10 +85,15 @@ def assert_complete(model: Path, folder: Path, backend: str = "", **environment:
         for step in (1, 3):
             [worker] = read_manifest(folder / "out" / mode / f"step_{step:06d}").workers
             [artifact] = worker.artifacts
-            assert (worker.status, artifact.path, artifact.status) == ("ok", f"{name}.torch.json.gz", "ok")
+            assert (worker.status, artifact.path, artifact.status) == (
+                "ok",
+                f"{name}.torch.json.gz",
+                "ok",
+            )
             assert artifact.events > 0
             requests = [
-                (one.prompt_tokens, one.response_tokens, one.policy_version) for one in worker.requests
+                (one.prompt_tokens, one.response_tokens, one.policy_version)
+                for one in worker.requests
             ]
             assert requests == [(3, 4, step)] * 2
 

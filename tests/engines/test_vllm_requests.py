@@ -1,4 +1,6 @@
-"""What is noted of each request, held against the statistics that a real vLLM engine keeps of it."""
+"""What is noted of each request, held against the statistics
+that a real vLLM engine keeps of it.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,15 @@ async def serve(engine: Any, requests: int) -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    async def one(name: str, kind: RequestOutputKind, tokens: int = TOKENS, give_up: bool = False) -> None:
-        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=kind)
-        stream = engine.generate({"prompt_token_ids": [*SHARED, len(name)]}, sampling, request_id=name)
+    async def one(
+        name: str, kind: RequestOutputKind, tokens: int = TOKENS, give_up: bool = False
+    ) -> None:
+        sampling = SamplingParams(
+            max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=kind
+        )
+        stream = engine.generate(
+            {"prompt_token_ids": [*SHARED, len(name)]}, sampling, request_id=name
+        )
         async for _ in stream:
             if give_up:
                 await stream.aclose()
@@ -79,7 +87,9 @@ async def test_the_division_is_that_of_the_engines_own_statistics(tiny_model: Pa
             nonlocal preempted
             if iteration_stats is not None:
                 preempted += iteration_stats.num_preempted_reqs
-                finished.update((stats.request_id, stats) for stats in iteration_stats.finished_requests)
+                finished.update(
+                    (stats.request_id, stats) for stats in iteration_stats.finished_requests
+                )
 
         def log_engine_initialized(self) -> None: ...
 
@@ -115,7 +125,9 @@ async def test_the_division_is_that_of_the_engines_own_statistics(tiny_model: Pa
         lengths = (request.prompt_tokens, request.response_tokens)
         assert lengths == (own.num_prompt_tokens, own.num_generation_tokens)
         assert request.cached_tokens == own.num_cached_tokens
-        assert request.preemptions == getattr(own, "num_preemptions", None), "vLLM counts them from 0.30 on"
+        assert request.preemptions == getattr(own, "num_preemptions", None), (
+            "vLLM counts them from 0.30 on"
+        )
     assert noted["first"].cached_tokens == 0
     assert noted["r0"].cached_tokens == len(SHARED)
     assert max(seconds(request)["queued"] for request in noted.values()) > 0.01
@@ -125,8 +137,12 @@ async def test_the_division_is_that_of_the_engines_own_statistics(tiny_model: Pa
 
 
 @pytest.mark.parametrize("statistics", [False, True])
-def test_a_batch_is_told_apart(tiny_model: Path, statistics: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its requests end together; what the engine knows of each is its own, or unknown without statistics."""
+def test_a_batch_is_told_apart(
+    tiny_model: Path, statistics: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests end together; what the engine knows of each is its own,
+    or unknown without statistics.
+    """
     from vllm import LLM, SamplingParams
 
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -140,7 +156,9 @@ def test_a_batch_is_told_apart(tiny_model: Path, statistics: bool, monkeypatch: 
     ]
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     noted = log.end()
-    assert [request.id for request in noted] == [one.request_id for one in outputs for _ in one.outputs]
+    assert [request.id for request in noted] == [
+        one.request_id for one in outputs for _ in one.outputs
+    ]
     assert [request.response_tokens for request in noted] == [4, 8, 12, 12, 16]
     for sample in (noted.pop(2), noted.pop(2)):
         assert (list(seconds(sample)), sample.cached_tokens) == (["generate"], None)

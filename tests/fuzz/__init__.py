@@ -1,1 +1,3 @@
-"""Hostile input: what the analysis reads is changed at random; no command may crash, hang or be fooled."""
+"""Hostile input: what the analysis reads is changed at random; no command may crash,
+hang or be fooled.
+"""

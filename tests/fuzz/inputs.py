@@ -1,4 +1,6 @@
-"""The inputs that are changed: small copies of real traces, step folders, notes of nsys and its exports."""
+"""The inputs that are changed: small copies of real traces, step folders,
+notes of nsys and its exports.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Input:
 
 
 def _change_trace(data: bytes, random: Random) -> bytes:
-    """Put a real trace there, compressed or not, and change its bytes, its JSON or its compressed bytes."""
+    """Put a real trace there, compressed or not, and change its bytes,
+    its JSON or its compressed bytes.
+    """
     content = random.choice(traces())
     way = random.choice(("bytes", "bytes", "json", "json", "json", "compressed"))
     if way == "json":
@@ -135,7 +139,9 @@ def build(folder: Path) -> None:
     write_json_atomically(begun / "manifest.json", msgspec.structs.replace(manifest, state="begun"))
     manifest = read_manifest(step)
     for worker in manifest.workers[:1]:
-        promised = Artifact(path="actor_rank0.nsys-rep", lane="actor_rank0", tool="nsys", status="pending")
+        promised = Artifact(
+            path="actor_rank0.nsys-rep", lane="actor_rank0", tool="nsys", status="pending"
+        )
         worker.artifacts.append(promised)
     write_json_atomically(step / "manifest.json", manifest)
     process = ProcessId.current()
@@ -146,7 +152,12 @@ def build(folder: Path) -> None:
         log(summary(number, {"rollout": 5000, "update_actor": 3000 + number}))
     nsys = folder / "run" / "nsys"
     nsys.mkdir()
-    note = {"number": 1, "folder": step.name, "artifact": promised.path, "begin_ns": manifest.begin_ns}
+    note = {
+        "number": 1,
+        "folder": step.name,
+        "artifact": promised.path,
+        "begin_ns": manifest.begin_ns,
+    }
     notes = [note, {**note, "end_ns": manifest.end_ns}]
     (nsys / "host.1.ranges.jsonl").write_text("\n".join(json.dumps(line) for line in notes))
     (nsys / "host.1.1.nsys-rep").write_bytes(b"report")
@@ -162,11 +173,15 @@ def _still_pending(manifest: Manifest) -> CaptureResult:
     gone = msgspec.structs.replace(ProcessId.current(), started="0")
     worker = manifest.workers[0]
     pending = [msgspec.structs.replace(artifact, status="pending") for artifact in worker.artifacts]
-    return msgspec.structs.replace(worker, capture_id=manifest.capture_id, process=gone, artifacts=pending)
+    return msgspec.structs.replace(
+        worker, capture_id=manifest.capture_id, process=gone, artifacts=pending
+    )
 
 
 def _stored() -> dict[str, Recording]:
-    return msgspec.json.decode(gzip.decompress(step_folders.STORED.read_bytes()), type=dict[str, Recording])
+    return msgspec.json.decode(
+        gzip.decompress(step_folders.STORED.read_bytes()), type=dict[str, Recording]
+    )
 
 
 def _small(recording: Recording) -> Recording:
@@ -186,11 +201,15 @@ def traces() -> list[bytes]:
 
 
 def _shortened(content: Any) -> bytes:
-    """Return a trace with the same keys in the same order, and with events of each phase and category."""
+    """Return a trace with the same keys in the same order,
+    and with events of each phase and category.
+    """
     events = content if isinstance(content, list) else content["traceEvents"]
     kinds: dict[tuple[Any, Any], list[Any]] = {}
     for event in events:
         kinds.setdefault((event.get("ph"), event.get("cat")), []).append(event)
     share = max(2, EVENTS // len(kinds))
     kept = [event for group in kinds.values() for event in group[:share]]
-    return json.dumps(kept if isinstance(content, list) else {**content, "traceEvents": kept}).encode()
+    return json.dumps(
+        kept if isinstance(content, list) else {**content, "traceEvents": kept}
+    ).encode()

@@ -10,18 +10,76 @@ from typing import Any
 __all__ = ["garble_bytes", "garble_json"]
 
 _TOKENS = (
-    *(b"1e999999999", b"-1", b"NaN", b"-Infinity", b"9" * 40, b"1e308", b"null", b"true", b'"', b"\\"),
+    *(
+        b"1e999999999",
+        b"-1",
+        b"NaN",
+        b"-Infinity",
+        b"9" * 40,
+        b"1e308",
+        b"null",
+        b"true",
+        b'"',
+        b"\\",
+    ),
     *(b"{", b"}", b"[", b"]", b",", b":", b"},{", b"]}", b"\x00", b"\xff", b"\x1b[31m", b"../../x"),
-    *(b'"traceEvents":[', b'"baseTimeNanoseconds":', b'"ts":', b'"dur":-5', b'"ph":"M"', b"\\ud800"),
+    *(
+        b'"traceEvents":[',
+        b'"baseTimeNanoseconds":',
+        b'"ts":',
+        b'"dur":-5',
+        b'"ph":"M"',
+        b"\\ud800",
+    ),
     *("\u202e".encode(), b"[" * 3000),
 )
 _DEEP = "deep deep deep"
 _LONE = "half a pair"
 _VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, -1, 1, 7, 2**31, 2**53, 2**63 - 1, 2**63, -(2**63) - 1, 10**40, 10**400),
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        7,
+        2**31,
+        2**53,
+        2**63 - 1,
+        2**63,
+        -(2**63) - 1,
+        10**40,
+        10**400,
+    ),
     *(0.5, -0.0, 1e-320, 1e18, 1e308, float("inf"), float("-inf"), float("nan")),
-    *("", "x", "nan", "1e999", "-3", ".", "..", "../../outside", "/etc/passwd", "a/b", "\0", "\x1b[2J"),
-    *("\u202e", "x" * 5000, "9" * 5000, _DEEP, _LONE, [], {}, [[]], [None], {"": None}, {"a": {"b": []}}),
+    *(
+        "",
+        "x",
+        "nan",
+        "1e999",
+        "-3",
+        ".",
+        "..",
+        "../../outside",
+        "/etc/passwd",
+        "a/b",
+        "\0",
+        "\x1b[2J",
+    ),
+    *(
+        "\u202e",
+        "x" * 5000,
+        "9" * 5000,
+        _DEEP,
+        _LONE,
+        [],
+        {},
+        [[]],
+        [None],
+        {"": None},
+        {"a": {"b": []}},
+    ),
 )
 _CHANGES = ("replace", "replace", "replace", "remove", "double")
 
@@ -56,7 +114,11 @@ def _place(document: dict[str, Any], random: Random, within: tuple[str, ...]) ->
     wanted = list(within)
     while True:
         inner = container[key] if key in container or isinstance(container, list) else None
-        if not isinstance(inner, dict | list) or not inner or (not wanted and random.random() < 0.25):
+        if (
+            not isinstance(inner, dict | list)
+            or not inner
+            or (not wanted and random.random() < 0.25)
+        ):
             return container, key
         keys = list(inner) if isinstance(inner, dict) else list(range(len(inner)))
         container, key = inner, random.choice(keys)

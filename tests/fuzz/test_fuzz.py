@@ -1,4 +1,6 @@
-"""No input makes a command crash, hang, be fooled or write a broken file; ``make test-fuzz`` tries 22,000."""
+"""No input makes a command crash, hang, be fooled or write a broken file;
+``make test-fuzz`` tries 22,000.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ def stored() -> list[Case]:
     ]
 
 
-def failures(cases: Iterable[int | Case], scratch: Path, table: Counter[tuple[str, str, str]]) -> list[str]:
-    """Run cases, given as seeds or as they are; count verdicts by input and command; return the failures."""
+def failures(
+    cases: Iterable[int | Case], scratch: Path, table: Counter[tuple[str, str, str]]
+) -> list[str]:
+    """Run cases, given as seeds or as they are; count verdicts by input and command;
+    return the failures.
+    """
     failed = []
     whole, folder = scratch / "whole", scratch / "case"
     build(whole)
@@ -39,16 +45,22 @@ def failures(cases: Iterable[int | Case], scratch: Path, table: Counter[tuple[st
         table[case.input, case.command, verdict.kind] += 1
         if verdict.kind != "fine":
             which = f"seed {given}" if isinstance(given, int) else repr(case.data[:80])
-            failed.append(f"{case.input}, {case.command}, {which}: {verdict.kind}: {verdict.detail}")
+            failed.append(
+                f"{case.input}, {case.command}, {which}: {verdict.kind}: {verdict.detail}"
+            )
     return failed
 
 
 def printed(table: Counter[tuple[str, str, str]]) -> str:
-    lines = [f"{'input':20} {'command':10} {'cases':>7} " + " ".join(f"{kind:>10}" for kind in KINDS)]
+    lines = [
+        f"{'input':20} {'command':10} {'cases':>7} " + " ".join(f"{kind:>10}" for kind in KINDS)
+    ]
     for name, command in (*sorted({key[:2] for key in table}), ("all", "")):
         own = [key for key in table if name == "all" or key[:2] == (name, command)]
         counts = [sum(table[key] for key in own if key[2] == kind) for kind in ("fine", *KINDS)]
-        lines.append(f"{name:20} {command:10} {sum(counts):7,} " + " ".join(f"{n:10,}" for n in counts[1:]))
+        lines.append(
+            f"{name:20} {command:10} {sum(counts):7,} " + " ".join(f"{n:10,}" for n in counts[1:])
+        )
     return "\n".join(lines)
 
 

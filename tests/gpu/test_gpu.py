@@ -1,4 +1,6 @@
-"""What only a CUDA device shows: ``make test-gpu``. Elsewhere every test is skipped with that reason."""
+"""What only a CUDA device shows: ``make test-gpu``.
+Elsewhere every test is skipped with that reason.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ pytestmark = [
 
 def kernels(path: Path) -> list[str]:
     """Return the names of the kernels in a trace."""
-    return [event["name"] for event in read_trace(path)["traceEvents"] if event.get("cat") == "kernel"]
+    return [
+        event["name"] for event in read_trace(path)["traceEvents"] if event.get("cat") == "kernel"
+    ]
 
 
 def product() -> torch.Tensor:
@@ -78,7 +82,9 @@ print(artifact.status, artifact.unrecorded_device, artifact.reason, sep="|")
 
 
 def test_kernels_that_another_profiler_keeps_are_missed_by_name(tmp_path: Path) -> None:
-    """A program that subscribed to CUPTI first gets the kernels; the artifact says that they are missing."""
+    """A program that subscribed to CUPTI first gets the kernels;
+    the artifact says that they are missing.
+    """
     command = [sys.executable, "-c", SUBSCRIBED, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     status, device, reason = done.stdout.strip().splitlines()[-1].split("|")
@@ -101,13 +107,16 @@ def test_kernels_of_a_cuda_graph_are_in_the_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="NCCL launches no kernel for one rank; this needs two CUDA devices"
+    torch.cuda.device_count() < 2,
+    reason="NCCL launches no kernel for one rank; this needs two CUDA devices",
 )
 def test_nccl_kernels_are_in_the_trace(tmp_path: Path) -> None:
     """A collective of NCCL is a separate kernel on both of its ranks."""
     torch.multiprocessing.spawn(all_reduce, args=(tmp_path,), nprocs=2)
     for rank in (0, 1):
-        assert any("nccl" in name.lower() for name in kernels(tmp_path / f"actor_rank{rank}.torch.json.gz"))
+        assert any(
+            "nccl" in name.lower() for name in kernels(tmp_path / f"actor_rank{rank}.torch.json.gz")
+        )
 
 
 def all_reduce(rank: int, folder: Path) -> None:
@@ -126,7 +135,9 @@ def all_reduce(rank: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
 def test_a_memory_snapshot_names_what_was_allocated(tmp_path: Path, mode: str) -> None:
-    """The snapshot holds the allocation, the metrics its peak, and torch records no history afterwards."""
+    """The snapshot holds the allocation, the metrics its peak,
+    and torch records no history afterwards.
+    """
     config = settings(tool="torch_memory", mode=mode)
     with record_step(config, tmp_path) as recorded, stage("update_actor"):
         held = torch.ones(32 << 20, dtype=torch.uint8, device="cuda")
@@ -140,7 +151,9 @@ def test_a_memory_snapshot_names_what_was_allocated(tmp_path: Path, mode: str) -
 
 
 def test_a_failed_allocation_leaves_a_snapshot_of_its_own(tmp_path: Path) -> None:
-    """Out of memory: the user's exception passes, and a second artifact shows the state it happened in."""
+    """Out of memory: the user's exception passes,
+    and a second artifact shows the state it happened in.
+    """
     with (
         record_step(settings(tool="torch_memory"), tmp_path) as recorded,
         pytest.raises(torch.cuda.OutOfMemoryError),
@@ -152,8 +165,12 @@ def test_a_failed_allocation_leaves_a_snapshot_of_its_own(tmp_path: Path) -> Non
     assert (tmp_path / oom.path).stat().st_size > 0
 
 
-def test_ranges_of_nsight_systems_open_and_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CUDA profiler API and NVTX accept the calls of the nsys tool even if no nsys is attached."""
+def test_ranges_of_nsight_systems_open_and_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CUDA profiler API and NVTX accept the calls of the nsys tool even
+    if no nsys is attached.
+    """
     pytest.importorskip("nvtx", reason="nvtx is not installed")
     monkeypatch.setenv("VERL_PROFILING_NSYS_OUTPUT", str(tmp_path / "actor"))
     monkeypatch.setenv("VERL_PROFILING_NSYS_RANGES", "1000")

@@ -1,4 +1,6 @@
-"""The report's figures of a CUDA device against CUDA events, torch's memory statistics and known sleeps."""
+"""The report's figures of a CUDA device against CUDA events,
+torch's memory statistics and known sleeps.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,12 @@ def square() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
-def test_busy_and_idle_are_those_of_cuda_events(tmp_path: Path, square: torch.Tensor, mode: str) -> None:
-    """Kernels between two events are busy time; a sleep of the host in a stage is idle time of that stage."""
+def test_busy_and_idle_are_those_of_cuda_events(
+    tmp_path: Path, square: torch.Tensor, mode: str
+) -> None:
+    """Kernels between two events are busy time; a sleep of the host in a stage is idle time
+    of that stage.
+    """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with captured(tmp_path, mode=mode):
         with stage("update_actor"):
@@ -76,7 +82,9 @@ def test_busy_and_idle_are_those_of_cuda_events(tmp_path: Path, square: torch.Te
     assert row.idle_us == pytest.approx(1e6 * SLEEP_S, abs=40e3)
 
 
-def test_a_kernel_belongs_to_the_stage_that_launched_it(tmp_path: Path, square: torch.Tensor) -> None:
+def test_a_kernel_belongs_to_the_stage_that_launched_it(
+    tmp_path: Path, square: torch.Tensor
+) -> None:
     """Kernels that run on after their stage has ended on the host are counted in it."""
     with captured(tmp_path):
         with stage("old_log_prob"):
@@ -85,8 +93,12 @@ def test_a_kernel_belongs_to_the_stage_that_launched_it(tmp_path: Path, square: 
             torch.add(square, 1.0)
             torch.cuda.synchronize()
     counted = {(row.stage, row.name[:40]): row.calls for row in report_of(tmp_path).kernels}
-    assert sum(calls for (where, _), calls in counted.items() if where == "old_log_prob") == 40, counted
-    assert sum(calls for (where, _), calls in counted.items() if where == "update_actor") == 1, counted
+    assert sum(calls for (where, _), calls in counted.items() if where == "old_log_prob") == 40, (
+        counted
+    )
+    assert sum(calls for (where, _), calls in counted.items() if where == "update_actor") == 1, (
+        counted
+    )
 
 
 def test_kernels_on_two_streams_count_their_common_time_once(tmp_path: Path) -> None:
@@ -104,7 +116,9 @@ def test_kernels_on_two_streams_count_their_common_time_once(tmp_path: Path) -> 
     assert row.busy_us == pytest.approx(each, rel=0.1)
 
 
-def test_a_replayed_graph_is_as_busy_as_its_events_say(tmp_path: Path, square: torch.Tensor) -> None:
+def test_a_replayed_graph_is_as_busy_as_its_events_say(
+    tmp_path: Path, square: torch.Tensor
+) -> None:
     """The kernels of a CUDA graph have their time, and the stage that replayed the graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -123,7 +137,9 @@ def test_a_replayed_graph_is_as_busy_as_its_events_say(tmp_path: Path, square: t
     assert sum(row.calls for row in report.kernels) == 60
 
 
-def test_copies_are_copies_and_overlap_with_computation(tmp_path: Path, square: torch.Tensor) -> None:
+def test_copies_are_copies_and_overlap_with_computation(
+    tmp_path: Path, square: torch.Tensor
+) -> None:
     """A copy from pinned memory on a stream of its own is memcpy time, and not computation."""
     host = torch.ones(64 << 20, dtype=torch.uint8).pin_memory()
     with captured(tmp_path), stage("update_weights"):
@@ -138,11 +154,17 @@ def test_peaks_of_stages_are_those_of_torch(tmp_path: Path) -> None:
     """Each stage's peak is what ``max_memory_allocated`` says at its end."""
     said = {}
     with captured(tmp_path, tool="torch_memory"):
-        for name, size in (("old_log_prob", 32 << 20), ("update_actor", 96 << 20), ("reward", 1 << 20)):
+        for name, size in (
+            ("old_log_prob", 32 << 20),
+            ("update_actor", 96 << 20),
+            ("reward", 1 << 20),
+        ):
             with stage(name):
                 torch.ones(size, dtype=torch.uint8, device="cuda")
                 said[name] = torch.cuda.max_memory_allocated()
     peaks = {
-        row.stage: row.value for row in report_of(tmp_path).measures if row.name == "peak_allocated_bytes"
+        row.stage: row.value
+        for row in report_of(tmp_path).measures
+        if row.name == "peak_allocated_bytes"
     }
     assert peaks == said

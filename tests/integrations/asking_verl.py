@@ -1,4 +1,6 @@
-"""A plugin for verl: somebody asks a run for captures while it validates or saves; something becomes slow."""
+"""A plugin for verl: somebody asks a run for captures while it validates or saves;
+something becomes slow.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ from typing import Any
 from wrapt import register_post_import_hook
 
 REQUESTS = "ASKING_VERL_REQUESTS"
-"""JSON: arguments of `trigger` by ``validation`` or ``checkpoint`` and step, and ``folder``: where to ask."""
+"""JSON: arguments of `trigger` by ``validation`` or ``checkpoint`` and step, and ``folder``:
+where to ask.
+"""
 SLOW = "ASKING_VERL_SLOW"
-"""JSON: ``rank`` of the actor, ``first`` update that is slow, and how many ``seconds`` longer that takes, or
-how many ``times`` as long, if that is more: other work may make all of it slow."""
+"""JSON: ``rank`` of the actor, ``first`` update that is slow, and how many ``seconds`` longer that
+takes, or how many ``times`` as long, if that is more: other work may make all of it slow."""
 ANSWERS = "asked.jsonl"
 
 updates = 0
@@ -54,7 +58,11 @@ def asking_in_checkpoints(module: Any) -> None:
     train: Callable[..., Any] = module.TrainingWorker.train_mini_batch
 
     def saved(
-        self: Any, local_path: str, hdfs_path: Any = None, global_step: int = 0, max_ckpt_to_keep: Any = None
+        self: Any,
+        local_path: str,
+        hdfs_path: Any = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: Any = None,
     ) -> Any:
         if self.rank == 0:
             ask("checkpoint", global_step)

@@ -10,7 +10,9 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _own_log_lines() -> Iterator[None]:
-    """A profiled run of verl prints this package's lines from ``INFO`` up; other tests count on less."""
+    """A profiled run of verl prints this package's lines from ``INFO`` up;
+    other tests count on less.
+    """
     package = logging.getLogger("verl_profiling")
     level, handlers = package.level, [*package.handlers]
     yield

@@ -1,4 +1,6 @@
-"""A plugin for verl: writes the name of every tool that ran into a file, by the tool's own class."""
+"""A plugin for verl: writes the name of every tool that ran into a file,
+by the tool's own class.
+"""
 
 from __future__ import annotations
 

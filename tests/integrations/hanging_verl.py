@@ -1,4 +1,6 @@
-"""A plugin for verl: while a file is there, the next call of a tool takes it, and waits until it is gone."""
+"""A plugin for verl: while a file is there, the next call of a tool takes it,
+and waits until it is gone.
+"""
 
 from __future__ import annotations
 

@@ -29,13 +29,17 @@ def inside(spans: list[StageSpan], name: str, parent: str) -> int:
     )
 
 
-def assert_covered(spans: list[dict[str, Any]], name: str, outer: list[dict[str, Any]], around: str) -> None:
+def assert_covered(
+    spans: list[dict[str, Any]], name: str, outer: list[dict[str, Any]], around: str
+) -> None:
     """Each span of a name that starts so lies inside one of the other lane's; there are some."""
     found = [span for span in spans if span["name"].startswith(name)]
     windows = [(span["ts"], span["ts"] + span["dur"]) for span in outer if span["name"] == around]
     assert found
     for span in found:
-        assert any(begin <= span["ts"] and span["ts"] + span["dur"] <= end for begin, end in windows), span
+        assert any(
+            begin <= span["ts"] and span["ts"] + span["dur"] <= end for begin, end in windows
+        ), span
 
 
 class RunContract:
@@ -63,7 +67,10 @@ class RunContract:
     def discrete(cls, tmp_path_factory: pytest.TempPathFactory) -> Run:
         """GRPO with a reference model, every stage recorded by itself."""
         return run_verl(
-            tmp_path_factory.mktemp("discrete"), "profiling=discrete", *REFERENCE, ROLLOUT=cls.engine
+            tmp_path_factory.mktemp("discrete"),
+            "profiling=discrete",
+            *REFERENCE,
+            ROLLOUT=cls.engine,
         )
 
     @pytest.fixture(params=["e2e", "discrete"])
@@ -74,7 +81,10 @@ class RunContract:
     def test_only_the_profiled_steps_have_folders(self, run: Run) -> None:
         """Complete ones, after a run that ends well and that says what it captures and where."""
         assert run.code == 0, run.output[-4000:]
-        assert sorted(path.name for path in run.save_path.glob("step_*")) == ["step_000002", "step_000003"]
+        assert sorted(path.name for path in run.save_path.glob("step_*")) == [
+            "step_000002",
+            "step_000003",
+        ]
         assert [run.manifest(step).complete for step in (2, 3)] == [True, True]
         assert {w.status for step in (2, 3) for w in run.manifest(step).workers} == {"ok"}
         [on] = [line for line in run.output.splitlines() if "profiling is on" in line]
@@ -82,10 +92,14 @@ class RunContract:
         assert str(run.save_path) in on
         assert run.output.index(on) < run.output.index("step:1 - ")
         for step in (2, 3):
-            assert run.output.count(f"step {step} captured in {run.save_path}/step_00000{step}") == 1
+            assert (
+                run.output.count(f"step {step} captured in {run.save_path}/step_00000{step}") == 1
+            )
 
     def test_e2e_has_one_artifact_per_worker(self, e2e: Run) -> None:
-        """Training process, engine, agent loops and rewards each have one file of the whole step."""
+        """Training process, engine, agent loops and rewards each have one file
+        of the whole step.
+        """
         for step in (2, 3):
             paths = [a.path for w in e2e.manifest(step).workers for a in w.artifacts]
             assert paths == [
@@ -119,24 +133,32 @@ class RunContract:
         assert inside(spans, "micro_batch", "old_log_prob") == batches // micro
 
     def test_the_rollout_is_divided_by_what_the_trainer_does(self, run: Run) -> None:
-        """Between the prompts and the last response it waits for the next look, and all but 1 % is named."""
+        """Between the prompts and the last response it waits for the next look,
+        and all but 1 % is named.
+        """
         for step in (2, 3):
             spans = run.manifest(step).stages
             rollout = next(span for span in spans if span.name == "rollout")
             inside_it = [
-                s for s in spans if s.depth == 1 and rollout.begin_ns <= s.begin_ns <= rollout.end_ns
+                s
+                for s in spans
+                if s.depth == 1 and rollout.begin_ns <= s.begin_ns <= rollout.end_ns
             ]
             assert {s.name for s in inside_it} >= {"load_prompts", "dispatch_prompts", POLLING}
             named = sum(s.end_ns - s.begin_ns for s in inside_it)
             assert named == pytest.approx(rollout.end_ns - rollout.begin_ns, rel=0.01)
 
     def test_every_sample_is_a_trajectory_that_asked_the_engine_once(self, run: Run) -> None:
-        """A single turn is one request with an id of its own; the reward is recorded on both sides."""
+        """A single turn is one request with an id of its own;
+        the reward is recorded on both sides.
+        """
         for step in (2, 3):
             loops, rewards = (run.trajectories(step, role) for role in ("agent_loop", "reward"))
             assert len(loops.trajectories) == PROMPTS * SAMPLES
             assert {t.status for t in loops.trajectories} == {"done"}
-            assert Counter(Counter(t.group for t in loops.trajectories).values()) == {SAMPLES: PROMPTS}
+            assert Counter(Counter(t.group for t in loops.trajectories).values()) == {
+                SAMPLES: PROMPTS
+            }
             asked = [span for span in loops.spans if span.name == "generate"]
             assert len({span.request for span in asked}) == PROMPTS * SAMPLES
             scored = {(span.facts["group"], span.facts["sample"]) for span in rewards.spans}
@@ -152,10 +174,14 @@ class RunContract:
             assert manifest.policy_version == step - 1
             assert manifest.metrics["policy_version/end"] == step
             rollout = next(span for span in manifest.stages if span.name == "rollout")
-            assert all(rollout.begin_ns <= r.begin_ns <= r.end_ns <= rollout.end_ns for r in requests)
+            assert all(
+                rollout.begin_ns <= r.begin_ns <= r.end_ns <= rollout.end_ns for r in requests
+            )
 
     def test_reports_are_in_verls_trackers(self, e2e: Run) -> None:
-        """The numbers of each profiled step's report are in TensorBoard under that step, with verl's own."""
+        """The numbers of each profiled step's report are in TensorBoard under that step,
+        with verl's own.
+        """
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         events = EventAccumulator(str(e2e.save_path.parent / "tensorboard"))
@@ -167,9 +193,15 @@ class RunContract:
         assert {point.step for point in events.Scalars("timing_s/step")} == {1, 2, 3}
 
     def test_one_timeline_shows_all(self, run: Run) -> None:
-        """One file, one clock: what worker and engine did lies inside of the controller's stages for it."""
+        """One file, one clock: what worker and engine did lies inside
+        of the controller's stages for it.
+        """
         folder = run.save_path
-        for command in (["merge", str(folder)], ["report", str(folder), "--save"], ["check", str(folder)]):
+        for command in (
+            ["merge", str(folder)],
+            ["report", str(folder), "--save"],
+            ["check", str(folder)],
+        ):
             assert main(command) == 0
         for step in (2, 3):
             lanes = spans_by_lane(folder / f"step_{step:06d}" / "timeline.json.gz")

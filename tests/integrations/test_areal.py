@@ -17,7 +17,9 @@ from verl_profiling.cli import main
 from verl_profiling.run_files import read_manifest
 from verl_profiling.watch_log import WatchLogReader
 
-pytest.importorskip("areal", reason="areal is not installed; `make test-areal` builds an environment")
+pytest.importorskip(
+    "areal", reason="areal is not installed; `make test-areal` builds an environment"
+)
 
 from areal.utils import perf_tracer
 
@@ -45,7 +47,9 @@ def settings(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
-def test_a_step_has_the_loops_stages(tmp_path: Path, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_has_the_loops_stages(
+    tmp_path: Path, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As long as AReaL says where nothing starts in them; merged, reported and checked."""
     done = subprocess.run(
         [
@@ -122,7 +126,9 @@ def test_an_exception_is_the_users_and_costs_no_recording(
     assert perf_tracer.trace_scope is before
     manifest = read_manifest(tmp_path / "step_000001")
     assert not manifest.complete
-    assert [(span.name, span.failed) for span in manifest.stages if span.failed] == [("raises", True)]
+    assert [(span.name, span.failed) for span in manifest.stages if span.failed] == [
+        ("raises", True)
+    ]
 
 
 def test_switched_off_or_set_up_wrongly_nothing_is_replaced(tmp_path: Path) -> None:
@@ -132,6 +138,9 @@ def test_switched_off_or_set_up_wrongly_nothing_is_replaced(tmp_path: Path) -> N
         assert perf_tracer.trace_scope is before
         train(3)
     assert not (tmp_path / "off").exists()
-    with pytest.raises(ConfigError, match="shedule"), areal_profiling({"enable": True, "shedule": {}}):
+    with (
+        pytest.raises(ConfigError, match="shedule"),
+        areal_profiling({"enable": True, "shedule": {}}),
+    ):
         pass
     assert perf_tracer.trace_scope is before

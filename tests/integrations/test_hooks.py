@@ -1,4 +1,6 @@
-"""What becomes of a hook in a framework that is not as expected, with a framework of a few files."""
+"""What becomes of a hook in a framework that is not as expected,
+with a framework of a few files.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ Framework = Callable[[str], Hook]
 
 @pytest.fixture
 def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Framework]:
-    """Return a function that imports a framework with such a module, and returns the hook for it."""
+    """Return a function that imports a framework with such a module,
+    and returns the hook for it.
+    """
     monkeypatch.setattr(hooks, "_awaiting", [])
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -38,7 +42,10 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Frame
         (tmp_path / "framework/__init__.py").touch()
         (tmp_path / "framework/rewards.py").write_text(source)
         hook = Hook(
-            module="framework.rewards", put_in="trajectories:hook_reward_loops", records="scoring", **fields
+            module="framework.rewards",
+            put_in="trajectories:hook_reward_loops",
+            records="scoring",
+            **fields,
         )
         hook.await_module()
         importlib.import_module("framework.rewards")
@@ -94,7 +101,9 @@ def test_more_arguments_than_the_hook_reads_fit() -> None:
         def method(self, first: int, second: int = 2, *, third: int = 3) -> int:
             return first + second + third
 
-    def wrapper(function: Callable[..., int], self: Owner, first: int, *args: Any, **kwargs: Any) -> int:
+    def wrapper(
+        function: Callable[..., int], self: Owner, first: int, *args: Any, **kwargs: Any
+    ) -> int:
         return function(self, first, *args, **kwargs)
 
     missing: list[str] = []

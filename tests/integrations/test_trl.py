@@ -42,7 +42,12 @@ def settings(folder: Path, *overrides: str) -> DictConfig:
     with initialize_config_module("recipes.trl_tiny", version_base=None):
         return compose(
             "config",
-            [f"output_dir={folder}", "grpo.max_steps=3", "profiling.schedule.steps=[2]", *overrides],
+            [
+                f"output_dir={folder}",
+                "grpo.max_steps=3",
+                "profiling.schedule.steps=[2]",
+                *overrides,
+            ],
         )
 
 
@@ -105,7 +110,9 @@ def test_a_step_has_the_trainers_stages(
 def test_stages_are_as_long_as_trl_says(
     tmp_path: Path, own_times: dict[tuple[int, str], list[float]]
 ) -> None:
-    """Within a millisecond, where TRL times the same; what it times a part of is longer by what is around."""
+    """Within a millisecond, where TRL times the same;
+    what it times a part of is longer by what is around.
+    """
     train(settings(tmp_path, "profiling.tool=spans"))
     manifest = manifest_of(tmp_path)
     stages = manifest.stages
@@ -118,7 +125,9 @@ def test_stages_are_as_long_as_trl_says(
     assert sum(own_times[2, "transformers.generate"]) < seconds_of(stages, "rollout")
     assert sum(own_times[2, "compute_loss"]) < seconds_of(stages, "update_actor")
     whole = (manifest.end_ns - manifest.begin_ns) / 1e9
-    assert 0 < whole - manifest.metrics["step_time"] < 0.05, "TRL's step_time is without the optimizer"
+    assert 0 < whole - manifest.metrics["step_time"] < 0.05, (
+        "TRL's step_time is without the optimizer"
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,14 +141,21 @@ def test_a_step_is_an_update_however_often_is_generated(
     tmp_path: Path, steps_per_generation: int, stages: list[str]
 ) -> None:
     """Two rollouts in a step that generates for each batch; none in one that reuses another's."""
-    train(settings(tmp_path, "profiling.tool=spans", f"+grpo.steps_per_generation={steps_per_generation}"))
+    train(
+        settings(
+            tmp_path, "profiling.tool=spans", f"+grpo.steps_per_generation={steps_per_generation}"
+        )
+    )
     assert names_of(manifest_of(tmp_path).stages) == stages
 
 
 def test_the_reference_of_an_adapter_is_told_from_the_policy(tmp_path: Path) -> None:
     """PEFT computes both with one model, whose adapter is switched off for the reference."""
     config = settings(
-        tmp_path, "profiling.tool=spans", "profiling.schedule.steps=[3]", "+grpo.steps_per_generation=4"
+        tmp_path,
+        "profiling.tool=spans",
+        "profiling.schedule.steps=[3]",
+        "+grpo.steps_per_generation=4",
     )
     train(config, make_trainer(config, peft_config=LoraConfig(r=4, target_modules="all-linear")))
     stages = names_of(manifest_of(tmp_path, 3).stages)
@@ -173,11 +189,15 @@ def test_rloo_has_the_same_stages(tmp_path: Path) -> None:
         args=RLOOConfig(report_to=[], save_strategy="no", **arguments),
     )
     train(config, trainer)
-    assert [name for name in names_of(manifest_of(tmp_path).stages) if name != "old_log_prob"] == ROUND
+    assert [
+        name for name in names_of(manifest_of(tmp_path).stages) if name != "old_log_prob"
+    ] == ROUND
 
 
 def test_an_exception_is_the_users_and_costs_no_recording(tmp_path: Path) -> None:
-    """A reward that raises ends the training as it does without profiling; the trainer can train again."""
+    """A reward that raises ends the training as it does without profiling;
+    the trainer can train again.
+    """
     config = settings(tmp_path)
     trainer = make_trainer(config)
     steps = []
@@ -193,7 +213,9 @@ def test_an_exception_is_the_users_and_costs_no_recording(tmp_path: Path) -> Non
         train(config, trainer)
     manifest = manifest_of(tmp_path)
     assert not manifest.complete
-    assert [(span.name, span.failed) for span in manifest.stages if span.failed] == [("reward", True)]
+    assert [(span.name, span.failed) for span in manifest.stages if span.failed] == [
+        ("reward", True)
+    ]
     assert "LookupError: no reward" in " ".join(manifest.notes)
     assert [worker.status for worker in manifest.workers] == ["ok"]
     trainer.train()
@@ -222,12 +244,18 @@ def test_what_is_no_trainer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="shedule"):
         TRLProfilingCallback(trainer, {"enable": True, "shedule": {}})
     TRLProfilingCallback(trainer, config.profiling)
-    with pytest.raises(CaptureStateError, match="this GRPOTrainer has a TRLProfilingCallback already"):
+    with pytest.raises(
+        CaptureStateError, match="this GRPOTrainer has a TRLProfilingCallback already"
+    ):
         TRLProfilingCallback(trainer, config.profiling)
 
 
-def test_what_a_trainer_does_not_have_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A trainer without rollouts is profiled as far as it goes, and one line says what is missing."""
+def test_what_a_trainer_does_not_have_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trainer without rollouts is profiled as far as it goes,
+    and one line says what is missing.
+    """
     config = settings(tmp_path)
     trainer = Trainer(make_trainer(config).model)
     TRLProfilingCallback(trainer, config.profiling)
@@ -237,10 +265,19 @@ def test_what_a_trainer_does_not_have_is_named(tmp_path: Path, caplog: pytest.Lo
 
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
 def test_every_process_is_a_rank(tmp_path: Path, mode: str) -> None:
-    """Two under torchrun, as accelerate starts them: one manifest, and one artifact of each and stage."""
+    """Two under torchrun, as accelerate starts them: one manifest,
+    and one artifact of each and stage.
+    """
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *(
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+            ),
             *("-m", "recipes.trl_tiny.train", f"output_dir={tmp_path}", f"profiling={mode}"),
         ],
         cwd=ROOT,
@@ -253,7 +290,9 @@ def test_every_process_is_a_rank(tmp_path: Path, mode: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for step in (2, 3):
         manifest = manifest_of(tmp_path, step)
-        assert [(worker.name, worker.status, len(worker.artifacts)) for worker in manifest.workers] == [
+        assert [
+            (worker.name, worker.status, len(worker.artifacts)) for worker in manifest.workers
+        ] == [
             ("actor_rank0", "ok", 1 if mode == "e2e" else len(ROUND)),
             ("actor_rank1", "ok", 1 if mode == "e2e" else len(ROUND)),
         ]

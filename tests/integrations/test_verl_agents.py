@@ -1,4 +1,6 @@
-"""Real verl with its own tool agent loop: what is recorded equals what verl counts and times itself."""
+"""Real verl with its own tool agent loop: what is recorded equals what verl counts
+and times itself.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class AgentRun:
 def agent_run(folder: Path, *overrides: str) -> AgentRun:
     counted = folder / "tools.txt"
     counted.touch()
-    run = run_verl(folder, *overrides, script=SCRIPT, PLUGINS=f"{PLUGINS},{ADDED}", **{FILE: str(counted)})
+    run = run_verl(
+        folder, *overrides, script=SCRIPT, PLUGINS=f"{PLUGINS},{ADDED}", **{FILE: str(counted)}
+    )
     assert run.code == 0, run.output[-4000:]
     return AgentRun(run, counted.read_text().split())
 
@@ -78,7 +82,11 @@ def test_trajectories_and_turns_are_those_that_verl_counts(run: AgentRun, step: 
     assert Counter(Counter(t.group for t in found).values()) == {SAMPLES: PROMPTS}
     turns = [t.facts["turns"] for t in found]
     metrics = run.run.manifest(step).metrics
-    told = {name.removeprefix("training/"): value for name, value in metrics.items() if "num_turns/" in name}
+    told = {
+        name.removeprefix("training/"): value
+        for name, value in metrics.items()
+        if "num_turns/" in name
+    }
     assert sum(turns) / len(turns) == pytest.approx(told["num_turns/mean"])  # type: ignore[arg-type]
     assert (min(turns), max(turns)) == (told["num_turns/min"], told["num_turns/max"])  # type: ignore[type-var]
     lengths = [t.facts["response_tokens"] for t in found]
@@ -87,7 +95,9 @@ def test_trajectories_and_turns_are_those_that_verl_counts(run: AgentRun, step: 
 
 @pytest.mark.parametrize("step", [2, 3])
 def test_each_turn_of_the_model_is_a_request_of_the_engine(run: AgentRun, step: int) -> None:
-    """Half of verl's turns are the model's; each asked for what the engine got under that very id."""
+    """Half of verl's turns are the model's; each asked for what the engine got under
+    that very id.
+    """
     turns = sum(t.facts["turns"] for t in run.trajectories(step))  # type: ignore[misc]
     asked = {span.request: span for span in run.spans(step, "generate")}
     assert len(asked) == turns / 2
@@ -95,12 +105,22 @@ def test_each_turn_of_the_model_is_a_request_of_the_engine(run: AgentRun, step: 
     assert asked.keys() == served.keys()
     for name, request in served.items():
         span = asked[name]
-        assert span.begin_ns <= request.arrival_ns <= request.scheduled_ns <= request.end_ns <= span.end_ns
+        assert (
+            span.begin_ns
+            <= request.arrival_ns
+            <= request.scheduled_ns
+            <= request.end_ns
+            <= span.end_ns
+        )
 
 
 def test_tool_calls_are_those_that_the_tools_count(v1: AgentRun) -> None:
-    """Each tool ran as often as it has spans, and as the trajectories say; each sandbox was started."""
-    calls = Counter(span.name.removeprefix("tool:") for step in (1, 2, 3) for span in v1.spans(step, "tool"))
+    """Each tool ran as often as it has spans, and as the trajectories say;
+    each sandbox was started.
+    """
+    calls = Counter(
+        span.name.removeprefix("tool:") for step in (1, 2, 3) for span in v1.spans(step, "tool")
+    )
     assert calls == Counter(v1.tools)
     assert len(calls) == 5
     said = sum(t.facts.get("tool_calls", 0) for step in (1, 2, 3) for t in v1.trajectories(step))  # type: ignore[misc]
@@ -111,7 +131,9 @@ def test_tool_calls_are_those_that_the_tools_count(v1: AgentRun) -> None:
 
 @pytest.mark.parametrize("step", [2, 3])
 def test_seconds_are_those_that_verl_measures(v0: AgentRun, step: int) -> None:
-    """Generating, tools and scoring of a trajectory take what verl's own metrics say, within 2 %."""
+    """Generating, tools and scoring of a trajectory take what verl's own metrics say,
+    within 2 %.
+    """
     metrics = v0.run.manifest(step).metrics
     for ours, verls in (
         ("generate_sequences", "generate_sequences"),
@@ -125,7 +147,9 @@ def test_seconds_are_those_that_verl_measures(v0: AgentRun, step: int) -> None:
 
 
 def test_the_blocking_tool_is_named(run: AgentRun) -> None:
-    """Where an event loop stood still for a tenth of a second, the record names the tool and its function."""
+    """Where an event loop stood still for a tenth of a second,
+    the record names the tool and its function.
+    """
     blocked = [
         (log.spans[block.span].name, block.function)
         for step in (2, 3)

@@ -1,4 +1,6 @@
-"""verl's asynchronous trainers in real runs on CPU, one-step-off and fully asynchronous, in both modes."""
+"""verl's asynchronous trainers in real runs on CPU, one-step-off and fully asynchronous,
+in both modes.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,15 @@ def seconds(spans: Iterable[StageSpan]) -> float:
 def assert_whole(run: Run) -> None:
     """The run ends well, its two folders are complete, and all that reads them is content."""
     assert run.code == 0, run.output[-4000:]
-    assert sorted(path.name for path in run.save_path.glob("step_*")) == ["step_000002", "step_000003"]
+    assert sorted(path.name for path in run.save_path.glob("step_*")) == [
+        "step_000002",
+        "step_000003",
+    ]
     for step in (2, 3):
         assert run.manifest(step).complete
-        statuses = {(worker.name, worker.status, worker.reason) for worker in run.manifest(step).workers}
+        statuses = {
+            (worker.name, worker.status, worker.reason) for worker in run.manifest(step).workers
+        }
         assert {status for _, status, _ in statuses} == {"ok"}, statuses
     folder = str(run.save_path)
     for command in (["merge", folder], ["report", folder, "--save"], ["check", folder]):
@@ -55,10 +62,14 @@ def assert_whole(run: Run) -> None:
 
 
 def assert_beside(manifest: Manifest) -> None:
-    """The rollout is outermost, and so is all beside it but the parts of a weight update; nothing is cut."""
+    """The rollout is outermost, and so is all beside it but the parts of a weight update;
+    nothing is cut.
+    """
     updates = of_name(manifest.stages, "update_weights")
     for span in manifest.stages:
-        in_update = any(one.begin_ns <= span.begin_ns and span.end_ns <= one.end_ns for one in updates)
+        in_update = any(
+            one.begin_ns <= span.begin_ns and span.end_ns <= one.end_ns for one in updates
+        )
         assert span.depth == 0 or in_update, span.name
     assert not any(span.failed for span in manifest.stages)
 
@@ -95,7 +106,10 @@ class TestOneStepOff:
         """It begins after the weights are handed over, and has a lane of its own."""
         for step in (2, 3):
             stages = run.manifest(step).stages
-            (handed_over,), (update,) = of_name(stages, "update_weights"), of_name(stages, "update_actor")
+            (handed_over,), (update,) = (
+                of_name(stages, "update_weights"),
+                of_name(stages, "update_actor"),
+            )
             assert handed_over.depth == 1
             rollout = of_name(stages, "rollout")[-1]
             assert handed_over.end_ns <= rollout.begin_ns <= update.begin_ns <= rollout.end_ns
@@ -127,7 +141,13 @@ class TestFullyAsync:
         """Every process of the run has its artifacts, those of the rollouter's included."""
         assert_whole(run)
         names = {worker.name for worker in run.manifest(3).workers}
-        assert names == {"actor_rank0", "rollout0", "agent_loop_rank0", "reward_rank0", "rollouter_rank0"}
+        assert names == {
+            "actor_rank0",
+            "rollout0",
+            "agent_loop_rank0",
+            "reward_rank0",
+            "rollouter_rank0",
+        }
 
     def test_a_step_is_a_parameter_version(self, run: Run) -> None:
         """It has all of its batches, ends with the hand-over, and generation goes on beside it."""
@@ -137,11 +157,16 @@ class TestFullyAsync:
             names = [span.name for span in manifest.stages]
             assert names.count("update_actor") == names.count("wait:rollout") == BATCHES
             assert names.count("update_weights") == names.count("rollout") == 1
-            assert (manifest.policy_version, manifest.metrics["policy_version/end"]) == (step - 1, step)
+            assert (manifest.policy_version, manifest.metrics["policy_version/end"]) == (
+                step - 1,
+                step,
+            )
             assert manifest.metrics["fully_async/count/current_param_version"] == step - 1
 
     def test_stages_take_as_long_as_verl_says(self, run: Run) -> None:
-        """To a millisecond a batch; verl counts the last batch of a version with the next version."""
+        """To a millisecond a batch; verl counts the last batch of a version
+        with the next version.
+        """
         before, manifest = run.manifest(2), run.manifest(3)
         for stage in ("wait:rollout", "advantage", "update_actor"):
             last = of_name(before.stages, stage)[-1:]
@@ -157,7 +182,12 @@ class TestFullyAsync:
             counted = {count.name for count in log.counts}
             assert counted >= {"samples in flight", "staleness samples"}
             assert {span.name for span in log.spans} >= {"reset_staleness"}
-            assert {span.name for span in log.spans} <= {"sample", "pause", "reset_staleness", "validate"}
+            assert {span.name for span in log.spans} <= {
+                "sample",
+                "pause",
+                "reset_staleness",
+                "validate",
+            }
         main(["merge", str(run.save_path)])
         assert any(
             lane.startswith("rollouter_rank0")

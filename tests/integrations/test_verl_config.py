@@ -79,7 +79,9 @@ def test_settings_are_read_from_profiling(tmp_path: Path, monkeypatch: pytest.Mo
     assert settings_of(verl_config(profiling={"enable": False})) is None
     assert settings_of(verl_config(profiling="verl")) is None
     monkeypatch.chdir(tmp_path)
-    settings = settings_of(verl_config(profiling={"enable": True, "mode": "discrete", "save_path": "here"}))
+    settings = settings_of(
+        verl_config(profiling={"enable": True, "mode": "discrete", "save_path": "here"})
+    )
     assert settings is not None
     assert (settings.mode, settings.save_path) == ("discrete", str(tmp_path / "here"))
 
@@ -106,7 +108,9 @@ def test_a_run_has_the_name_under_which_verl_resumes_it(
 def test_another_profiler_and_another_word_are_refused() -> None:
     """A profiler of verl's own is an error with both keys and what to do."""
     config = verl_config(profiling={"enable": True}, steps=[2, 3])
-    with pytest.raises(ConfigError, match=r"global_profiler\.steps=\[2, 3\].*steps=null.*\+profiling=verl"):
+    with pytest.raises(
+        ConfigError, match=r"global_profiler\.steps=\[2, 3\].*steps=null.*\+profiling=verl"
+    ):
         settings_of(config)
     said = r"^profiling: is the text 'torch'.*\+profiling=e2e \(or default, discrete, off, verl\)"
     with pytest.raises(ConfigError, match=said):
@@ -122,7 +126,9 @@ def test_taking_over_switches_verls_profiler_off() -> None:
     assert config.global_profiler.steps is None
 
 
-def test_what_has_no_counterpart_is_said_once_for_a_trainer(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_has_no_counterpart_is_said_once_for_a_trainer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """However many of its classes have an ``__init__``, as verl's rollouter and its bases do."""
 
     class Base(ProfilingTrainerMixin):
@@ -172,7 +178,9 @@ def test_contents_are_bridged() -> None:
 
 
 def test_windows_are_bridged() -> None:
-    """The mini-batch schedule and the "token" window, which counts engine iterations, keep their meaning."""
+    """The mini-batch schedule and the "token" window, which counts engine iterations,
+    keep their meaning.
+    """
     schedule = {"skip_first": 1, "wait": 2, "warmup": 1, "active": 3, "repeat": 1}
     settings = settings_from_verl(
         verl_config(
@@ -187,7 +195,9 @@ def test_windows_are_bridged() -> None:
 
 
 def test_finish_commands_become_hooks() -> None:
-    """Of verl's training roles, on their ranks, in a shell and with verl's variables; one for equal ones."""
+    """Of verl's training roles, on their ranks, in a shell and with verl's variables;
+    one for equal ones.
+    """
     command = 'upload "$VERL_PROFILE_SAVE_PATH" {a,b}'
     settings = settings_from_verl(
         verl_config(
@@ -200,7 +210,9 @@ def test_finish_commands_become_hooks() -> None:
     assert set(settings.after) == {"finish_hook_actor", "finish_hook_critic"}
     hook, other = settings.after["finish_hook_actor"], settings.after["finish_hook_critic"]
     told = {"RUN": "/run", "RANK": "8", "PID": "7", "ROLE": "ref"}
-    shown = "echo " + " ".join(f"$VERL_PROFILE_{one}" for one in ("SAVE_PATH", "TOOL", "RANK", "PID", "ROLE"))
+    shown = "echo " + " ".join(
+        f"$VERL_PROFILE_{one}" for one in ("SAVE_PATH", "TOOL", "RANK", "PID", "ROLE")
+    )
     printed = subprocess.run(
         [*hook.command[:2], hook.command[2].removesuffix(command) + shown],
         env={f"VERL_PROFILING_{name}": value for name, value in told.items()},
@@ -219,25 +231,37 @@ def test_finish_commands_become_hooks() -> None:
     [("vllm", {"modules": True, "memory": True}), ("sglang", {"stack": True, "shapes": True})],
 )
 def test_engines_on_an_npu_record_with_its_tool(engine: str, options: dict[str, bool]) -> None:
-    """What verl passes to engines there becomes the options that the engine has; its level is its own."""
+    """What verl passes to engines there becomes the options that the engine has;
+    its level is its own.
+    """
     contents = ["npu", "cpu", "module", "shapes", "memory"]
     given = {"npu": {"contents": contents, "level": "level0", "analysis": True, "discrete": False}}
     rollout = role(enable=True, all_ranks=True, tool="npu", tool_config=given)
     config = verl_config(rollout=rollout, engine=engine, device="npu", tool="npu", steps=[2])
     settings = settings_from_verl(config)
     [tool] = settings.for_role("rollout").tools
-    expected = {"level": "level1", "analysis": True, **dict.fromkeys(("stack", "shapes"), False), **options}
+    expected = {
+        "level": "level1",
+        "analysis": True,
+        **dict.fromkeys(("stack", "shapes"), False),
+        **options,
+    }
     assert tool.name == "npu"
     assert {name: getattr(tool.options, name) for name in expected} == expected
 
 
-@pytest.mark.parametrize(("device", "tool", "right"), [("npu", "torch", "npu"), ("cuda", "npu", "torch")])
+@pytest.mark.parametrize(
+    ("device", "tool", "right"), [("npu", "torch", "npu"), ("cuda", "npu", "torch")]
+)
 def test_the_tool_of_the_rollout_has_to_fit_the_device(device: str, tool: str, right: str) -> None:
     """A tool that would see nothing of the engines is refused before anything starts."""
     profiling = {"enable": True, "tool": "spans", "roles": {"rollout": {"tool": tool}}}
     with pytest.raises(
         ConfigError,
-        match=rf"^roles\.rollout\.tool: {tool} records nothing of vLLM on {device}; set tool {right}",
+        match=(
+            rf"^roles\.rollout\.tool: {tool} records nothing of vLLM on {device}; set "
+            rf"tool {right}"
+        ),
     ):
         settings_of(verl_config(device=device, profiling=profiling))
 
@@ -254,7 +278,11 @@ def test_what_servers_would_refuse_is_refused_before_they_start() -> None:
 @pytest.mark.parametrize(
     ("profiling", "steps", "says"),
     [
-        ({"schedule": {"steps": [2]}, "mode": "e2e"}, None, "has settings (schedule, mode) without enable"),
+        (
+            {"schedule": {"steps": [2]}, "mode": "e2e"},
+            None,
+            "has settings (schedule, mode) without enable",
+        ),
         ("verl", None, "global_profiler.steps names no step"),
         ("verl", [2], "no role's profiler.enable is true"),
         ({"enable": False}, None, ""),
@@ -262,7 +290,9 @@ def test_what_servers_would_refuse_is_refused_before_they_start() -> None:
     ],
 )
 def test_a_block_that_profiles_nothing_says_why(profiling: Any, steps: Any, says: str) -> None:
-    """A recipe's own block that replaces the chosen group is loud; what is switched off is silent."""
+    """A recipe's own block that replaces the chosen group is loud;
+    what is switched off is silent.
+    """
     config = OmegaConf.create({"profiling": profiling, "global_profiler": {"steps": steps}})
     assert says in why_nothing(config)
     assert bool(says) == bool(why_nothing(config))

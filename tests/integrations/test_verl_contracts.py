@@ -1,4 +1,6 @@
-"""What cannot run on CPU inside verl: its real classes, driven as far as they go without an accelerator."""
+"""What cannot run on CPU inside verl: its real classes,
+driven as far as they go without an accelerator.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def answer_of(run: Any) -> dict[str, Any]:
 def test_verl_finds_the_installed_plugin(tmp_path: Path) -> None:
     """Where this package is installed nothing has to be named: verl loads its entry point."""
     program = "import sys, verl; print('verl_profiling.integrations.verl' in sys.modules)"
-    environment = {key: text for key, text in os.environ.items() if not key.startswith("VERL_USE_EXTERNAL")}
+    environment = {
+        key: text for key, text in os.environ.items() if not key.startswith("VERL_USE_EXTERNAL")
+    }
     run = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,
@@ -99,7 +103,9 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 async def test_a_workers_weight_update_has_its_parts(tmp_path: Path) -> None:
-    """Long makings of tensors are recorded each, short ones together; set up twice, it is marked once."""
+    """Long makings of tensors are recorded each, short ones together; set up twice,
+    it is marked once.
+    """
     workers = pytest.importorskip("verl.workers.engine_workers")
 
     class Engine:
@@ -114,7 +120,9 @@ async def test_a_workers_weight_update_has_its_parts(tmp_path: Path) -> None:
                 yield f"layer.{number}", 1.0
 
     class Backend:
-        async def send_weights(self, weights: Iterator[Any], global_steps: int | None) -> dict[str, float]:
+        async def send_weights(
+            self, weights: Iterator[Any], global_steps: int | None
+        ) -> dict[str, float]:
             return {"sent": len(list(weights))}
 
     worker = object.__new__(workers.ActorRolloutRefWorker)
@@ -124,7 +132,9 @@ async def test_a_workers_weight_update_has_its_parts(tmp_path: Path) -> None:
         worker.init_capture(settings(tool="spans"), "actor")
     with record_step(settings(tool="spans"), tmp_path) as recorded:
         assert await worker.update_weights(global_steps=1, mode="nccl") == {"sent": 40}
-    found = [(span.name, span.depth, span.end_ns - span.begin_ns) for span in recorded.result.stages]
+    found = [
+        (span.name, span.depth, span.end_ns - span.begin_ns) for span in recorded.result.stages
+    ]
     assert [one[:2] for one in found[:3]] == [("update_weights", 0), ("gather", 1), ("transfer", 1)]
     made = [took for name, depth, took in found[3:] if (name, depth) == ("gather", 2)]
     assert len(made) == len(found) - 3
@@ -137,7 +147,9 @@ async def test_a_workers_weight_update_has_its_parts(tmp_path: Path) -> None:
 def test_the_actor_without_its_adapter_is_the_reference(
     trainer: str, marked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With LoRA one method computes both: the flag that verl's trainers set says which of the two it is."""
+    """With LoRA one method computes both: the flag that verl's trainers set says which
+    of the two it is.
+    """
     workers = pytest.importorskip("verl.workers.engine_workers")
     import transfer_queue
     from verl.utils import tensordict_utils, transferqueue_utils
@@ -153,7 +165,9 @@ def test_the_actor_without_its_adapter_is_the_reference(
     for facts in ({}, {"no_lora_adapter": False}, {"no_lora_adapter": True}):
         if trainer == "V1":
             worker.compute_log_prob(
-                transfer_queue.KVBatchMeta(partition_id="train", keys=["a"], tags=[{}], extra_info=facts)
+                transfer_queue.KVBatchMeta(
+                    partition_id="train", keys=["a"], tags=[{}], extra_info=facts
+                )
             )
         else:
             tensors = {"input_ids": torch.zeros(1, 2)}
@@ -163,7 +177,9 @@ def test_the_actor_without_its_adapter_is_the_reference(
 
 
 def test_what_is_moved_to_the_host_and_back_is_a_stage(marked: list[str]) -> None:
-    """With offloading, an FSDP engine's model and optimizer are moved by functions with a stage each."""
+    """With offloading, an FSDP engine's model and optimizer are moved by functions
+    with a stage each.
+    """
     module = pytest.importorskip("verl.workers.engine.fsdp.transformer_impl")
     engine = object.__new__(module.FSDPEngine)
     engine.engine_config = SimpleNamespace(forward_only=False)
@@ -179,7 +195,9 @@ def test_what_is_moved_to_the_host_and_back_is_a_stage(marked: list[str]) -> Non
 
 
 async def test_a_server_that_launches_in_its_own_way_runs_unprofiled(tmp_path: Path) -> None:
-    """A subclass may launch without verl's method: it gets its weights, and says why it records nothing."""
+    """A subclass may launch without verl's method: it gets its weights,
+    and says why it records nothing.
+    """
     import verl_profiling.integrations.verl  # noqa: F401
 
     module = pytest.importorskip("verl.workers.rollout.vllm_rollout.vllm_async_server")

@@ -61,7 +61,11 @@ LEFT_OUT = {"_target_", "name", "global_tool_config", "tool_config", "schedule"}
 def composed() -> DictConfig:
     """Return verl's real configuration with every role profiled in one step."""
     roles = [f"{block}.enable=true" for block in BLOCKS if block != "global_profiler"]
-    fixed = ["actor_rollout_ref.rollout.name=vllm", "global_profiler.steps=[1]", "global_profiler.tool=torch"]
+    fixed = [
+        "actor_rollout_ref.rollout.name=vllm",
+        "global_profiler.steps=[1]",
+        "global_profiler.tool=torch",
+    ]
     fixed.append("actor_rollout_ref.actor.use_kl_loss=true")
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", [*fixed, *roles])
@@ -80,7 +84,9 @@ def dataclass_fields() -> dict[str, set[str]]:
         "tool_config.torch_memory": config.TorchMemoryToolConfig,
         "tool_config.npu": config.NPUToolConfig,
     }
-    return {place: {field.name for field in dataclasses.fields(kind)} for place, kind in places.items()}
+    return {
+        place: {field.name for field in dataclasses.fields(kind)} for place, kind in places.items()
+    }
 
 
 def outcome(
@@ -106,7 +112,9 @@ def outcome(
 
 
 def is_named(key: str, text: str) -> bool:
-    """Return whether a text names a field, the part of the block that it is in, or the tool left out."""
+    """Return whether a text names a field, the part of the block that it is in,
+    or the tool left out.
+    """
     block, _, rest = key.partition(".tool_config.")
     left_out = bool(rest) and f"{block}.tool=" in text
     return key in text or f"{key.rpartition('.')[0]}:" in text or left_out
@@ -131,13 +139,22 @@ def test_every_field_is_mapped_or_reported(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_the_table_in_the_documentation_names_every_field() -> None:
-    table = {word for line in DOCS.read_text().splitlines() if line[:1] == "|" for word in WORD.findall(line)}
+    table = {
+        word
+        for line in DOCS.read_text().splitlines()
+        if line[:1] == "|"
+        for word in WORD.findall(line)
+    }
     fields = set().union(*dataclass_fields().values()) | set(composed().global_profiler)
-    assert [name for name in sorted(fields - {"_target_", "name", "tool_config"}) if name not in table] == []
+    assert [
+        name for name in sorted(fields - {"_target_", "name", "tool_config"}) if name not in table
+    ] == []
 
 
 def test_roles_that_a_run_does_not_have_are_no_settings(caplog: pytest.LogCaptureFixture) -> None:
-    """Without a critic and a reference model, their blocks are not read: nobody would have those roles."""
+    """Without a critic and a reference model, their blocks are not read:
+    nobody would have those roles.
+    """
     config = composed()
     assert {"critic", "ref"} <= settings_from_verl(config).roles.keys()
     config.algorithm.adv_estimator = "grpo"

@@ -1,4 +1,6 @@
-"""Steps of real verl that hang: told by the log, `top`, `check` and the page of the run, while they do."""
+"""Steps of real verl that hang: told by the log, `top`, `check` and the page of the run,
+while they do.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,10 @@ class Driven:
         until_s = time.monotonic() + seconds
         while not (found := holds()) and time.monotonic() < until_s:
             time.sleep(0.1)
-        assert found, (self.lines(), (self.folder / "output.txt").read_text(errors="replace")[-4000:])
+        assert found, (
+            self.lines(),
+            (self.folder / "output.txt").read_text(errors="replace")[-4000:],
+        )
         return found
 
     def ended(self) -> int:
@@ -90,9 +95,13 @@ class Driven:
         commands = {}
         for name, more in (("top", "--once"), ("check", ""), ("report", "--save")):
             command = [sys.executable, "-m", "verl_profiling.cli", name, str(self.save_path), more]
-            done = subprocess.run([*filter(None, command)], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [*filter(None, command)], capture_output=True, text=True, check=False
+            )
             commands[name] = done.returncode, done.stdout + done.stderr
-            print(f"$ verl-profiling {name}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+            print(
+                f"$ verl-profiling {name}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+            )
         pids = {}
         for path in (self.save_path / "hangs").glob("[!.]*.json"):
             state = msgspec.json.decode(path.read_bytes())
@@ -108,7 +117,9 @@ class Driven:
 
 
 @contextmanager
-def driven(folder: Path, *overrides: str, script: Path = SCRIPT, plugins: str = PLUGINS) -> Iterator[Driven]:
+def driven(
+    folder: Path, *overrides: str, script: Path = SCRIPT, plugins: str = PLUGINS
+) -> Iterator[Driven]:
     """Run verl, and yield once some steps have ended; it ends by itself."""
     (folder / SWITCH).unlink(missing_ok=True)
     settings = (
@@ -137,7 +148,9 @@ def stopped(process: psutil.Process) -> Iterator[None]:
 
 
 def said_everywhere(run: Driven, told: Told) -> None:
-    """Log, `top`, `check` and the page have one sentence; afterwards the log says that the step goes on."""
+    """Log, `top`, `check` and the page have one sentence;
+    afterwards the log says that the step goes on.
+    """
     log = (run.folder / "output.txt").read_text(errors="replace")
     step = re.escape(told.sentence.partition(" hangs")[0])
     assert f"watch: {told.sentence}; see " in log
@@ -188,11 +201,14 @@ def test_engines_that_are_stopped_or_slow(tmp_path: Path) -> None:
             for process in cores:
                 os.kill(process.pid, signal.SIGCONT)
             time.sleep(RUNS_S)
-        slow = max([line for line in run.lines() if line.end_ns][steps:], key=lambda line: line.seconds)
+        slow = max(
+            [line for line in run.lines() if line.end_ns][steps:], key=lambda line: line.seconds
+        )
         run.next_step()
     assert core.pids[core.hang.lane] == replica
     assert re.match(
-        r"has a process that is stopped by a signal \(VLLM::EngineCor\w*, pid \d+\)", core.hang.reason
+        r"has a process that is stopped by a signal \(VLLM::EngineCor\w*, pid \d+\)",
+        core.hang.reason,
     )
     assert f"pid {cores[1].pid}" in core.hang.reason
     assert re.fullmatch(r"rollout[01]_rank[01]", server.hang.lane)

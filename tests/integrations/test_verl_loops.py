@@ -1,4 +1,6 @@
-"""Loops of one's own on verl's real trainer classes, without workers: ``fit`` as a function or coroutine."""
+"""Loops of one's own on verl's real trainer classes, without workers:
+``fit`` as a function or coroutine.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def trainer_class(place: str, mixin: bool, **members: Any) -> type[Any]:
 
 
 def config_of(folder: Path, **settings: Any) -> Any:
-    """Return what a trainer without workers reads of verl's configuration; steps 1 and 2 are profiled."""
+    """Return what a trainer without workers reads of verl's configuration;
+    steps 1 and 2 are profiled.
+    """
     from omegaconf import OmegaConf
 
     return OmegaConf.create(
@@ -76,7 +80,9 @@ def steps(self: Any) -> None:
     for self.global_steps in (1, 2):
         self.timing = {}
         with timer("step", self.timing):
-            with timer("start_profile", self.timing):  # verl's own profiler is off: that is no stage
+            with timer(
+                "start_profile", self.timing
+            ):  # verl's own profiler is off: that is no stage
                 pass
             with timer("gen", self.timing):
                 time.sleep(0.02)
@@ -100,8 +106,12 @@ async def async_fit(self: Any) -> str:
 @pytest.mark.parametrize("place", BASES)
 @pytest.mark.parametrize("mixin", [True, False], ids=["mixin", "plain"])
 @pytest.mark.parametrize("fit", [sync_fit, async_fit])
-def test_any_fit_is_profiled(place: str, mixin: bool, fit: Callable[..., Any], tmp_path: Path) -> None:
-    """A ``fit`` of one's own is profiled while it runs, returns what it returns, and stays what it was."""
+def test_any_fit_is_profiled(
+    place: str, mixin: bool, fit: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A ``fit`` of one's own is profiled while it runs, returns what it returns,
+    and stays what it was.
+    """
     trainer = trainer_class(place, mixin, fit=fit)(config_of(tmp_path))
     assert asyncio.iscoroutinefunction(trainer.fit) == asyncio.iscoroutinefunction(fit)
     outcome = trainer.fit()
@@ -112,7 +122,9 @@ def test_any_fit_is_profiled(place: str, mixin: bool, fit: Callable[..., Any], t
         assert [span.name for span in found.stages] == ["rollout", "update_actor"]
         assert found.policy_version == step - 1
     last = of_name(manifest(tmp_path, 2), "update_actor")[0]
-    assert last.end_ns - last.begin_ns == pytest.approx(trainer.timing["update_actor"] * 1e9, abs=1e6)
+    assert last.end_ns - last.begin_ns == pytest.approx(
+        trainer.timing["update_actor"] * 1e9, abs=1e6
+    )
 
 
 class Batch:
@@ -223,7 +235,9 @@ def test_the_parts_of_a_weight_update_are_stages(fit: Callable[..., Any], tmp_pa
 
 
 @pytest.mark.parametrize(("place", "loads"), [(BASES[0], ["load_prompts"]), (BASES[1], [])])
-def test_batches_and_logging_are_stages_between_steps(place: str, loads: list[str], tmp_path: Path) -> None:
+def test_batches_and_logging_are_stages_between_steps(
+    place: str, loads: list[str], tmp_path: Path
+) -> None:
     """Verl's own data loader and tracker: V0 waits for batches, V1 loads a step's in one stage."""
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
     tracking = pytest.importorskip("verl.utils.tracking")
@@ -242,7 +256,10 @@ def test_batches_and_logging_are_stages_between_steps(place: str, loads: list[st
     trainer_class(place, True, fit=fit)(config_of(tmp_path)).fit()
     assert seen == [[1, 2], [3, 4]]
     around = [span.name for span in manifest(tmp_path, 1).outside]
-    assert [name for name in around if name in ("log_metrics", "load_prompts")] == ["log_metrics", *loads]
+    assert [name for name in around if name in ("log_metrics", "load_prompts")] == [
+        "log_metrics",
+        *loads,
+    ]
 
 
 ONE_STEP_OFF = "verl.experimental.one_step_off_policy.ray_trainer:OneStepOffRayTrainer"
@@ -253,7 +270,9 @@ class TrainingStopException(Exception):
 
 
 def test_the_wait_for_a_batch_that_does_not_come_is_no_step(tmp_path: Path) -> None:
-    """A fully asynchronous trainer learns in ``fit_step`` that there is none; the watch has no summary."""
+    """A fully asynchronous trainer learns in ``fit_step`` that there is none;
+    the watch has no summary.
+    """
 
     async def fit(self: Any) -> None:
         try:

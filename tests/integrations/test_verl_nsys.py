@@ -1,4 +1,6 @@
-"""Nsight Systems under verl: what its real classes start, in a Ray cluster with a stand-in ``nsys``."""
+"""Nsight Systems under verl: what its real classes start,
+in a Ray cluster with a stand-in ``nsys``.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,11 @@ def group_of(**options: Any) -> Any:
     class Telling(Worker):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def variables(self) -> dict[str, str]:
-            return {name: value for name, value in os.environ.items() if "NSYS" in name or name == "RANK"}
+            return {
+                name: value
+                for name, value in os.environ.items()
+                if "NSYS" in name or name == "RANK"
+            }
 
     return RayWorkerGroup(
         resource_pool=RayResourcePool([2], use_gpu=False, max_colocate_count=1),
@@ -61,7 +67,9 @@ def group_of(**options: Any) -> Any:
 
 
 def test_the_trainers_workers(cluster: Path, settings: ProfilingConfig, tmp_path: Path) -> None:
-    """They start as for verl's own profiler, with our output, our number of ranges, and its variables."""
+    """They start as for verl's own profiler, with our output, our number of ranges,
+    and its variables.
+    """
     before = len(started(cluster))
     launching.start_workers_under_nsys(settings)
     told = group_of(device_name="cuda").variables()
@@ -76,7 +84,9 @@ def test_the_trainers_workers(cluster: Path, settings: ProfilingConfig, tmp_path
 
 
 def test_other_groups(cluster: Path, settings: ProfilingConfig) -> None:
-    """Groups of replicas, which verl names, and all groups of a trainer without nsys are started as ever."""
+    """Groups of replicas, which verl names, and all groups of a trainer
+    without nsys are started as ever.
+    """
     before = len(started(cluster))
     launching.start_workers_under_nsys(settings)
     [first, _] = group_of(device_name="cuda", name_prefix="rollout_standalone_0").variables()
@@ -87,8 +97,12 @@ def test_other_groups(cluster: Path, settings: ProfilingConfig) -> None:
     assert len(started(cluster)) == before
 
 
-def test_a_vllm_server(cluster: Path, settings: ProfilingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its actor is started under nsys where its configuration says so, and keeps the variables it had."""
+def test_a_vllm_server(
+    cluster: Path, settings: ProfilingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its actor is started under nsys where its configuration says so,
+    and keeps the variables it had.
+    """
     import ray
     from verl.workers.rollout.vllm_rollout import vllm_async_server
 
@@ -98,7 +112,9 @@ def test_a_vllm_server(cluster: Path, settings: ProfilingConfig, monkeypatch: py
             return dict(os.environ)
 
     async def launch_servers(self: Any) -> None:
-        self.started = self.server_class.options(runtime_env={"env_vars": {"OF_VERL": "1"}}).remote()
+        self.started = self.server_class.options(
+            runtime_env={"env_vars": {"OF_VERL": "1"}}
+        ).remote()
 
     monkeypatch.setattr(vllm_async_server.vLLMReplica, "launch_servers", launch_servers)
     launching.hook_vllm_replica(vllm_async_server)

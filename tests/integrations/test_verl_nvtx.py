@@ -1,4 +1,6 @@
-"""The environment that verl gives to all workers of a run: NVTX is kept out of CUPTI where torch records."""
+"""The environment that verl gives to all workers of a run:
+NVTX is kept out of CUPTI where torch records.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ def config_of(profiling: Any) -> Any:
     """Return the parts of a verl configuration that matter here."""
     config = {
         "trainer": {"device": "cuda"},
-        "global_profiler": {"tool": None, "steps": None, "profile_continuous_steps": False, "save_path": "o"},
+        "global_profiler": {
+            "tool": None,
+            "steps": None,
+            "profile_continuous_steps": False,
+            "save_path": "o",
+        },
         "actor_rollout_ref": {"rollout": {"name": "vllm"}},
     }
     return OmegaConf.create({**config, **({} if profiling is None else {"profiling": profiling})})
@@ -49,7 +56,9 @@ def environment(profiling: Any, given: dict[str, str] | None = None) -> dict[str
     ],
 )
 def test_the_variable_is_set_where_torch_records(profiling: Any, expected: bool) -> None:
-    """Not without profiling, nor beside Nsight Systems; wrong settings are refused later, by the run."""
+    """Not without profiling, nor beside Nsight Systems; wrong settings are refused later,
+    by the run.
+    """
     assert (environment(profiling).get(VARIABLE) == NO_INJECTION) == expected
     assert environment(profiling)["NCCL_DEBUG"] == "WARN"
 
@@ -80,7 +89,9 @@ print(ray.get(started.options(runtime_env=of_its_own).remote()))
 
 @pytest.mark.verl
 def test_processes_of_workers_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an image that names CUPTI: workers with an environment of their own, and what these start."""
+    """On an image that names CUPTI: workers with an environment of their own,
+    and what these start.
+    """
     pytest.importorskip("verl")
     monkeypatch.setenv(VARIABLE, "/usr/local/cuda/lib64/libcupti.so")
     run = run_python("-c", PROGRAM, cwd=tmp_path)

@@ -39,7 +39,10 @@ def run_script(*command: str, **environment: str) -> subprocess.CompletedProcess
         ("verl_grpo_gpu/run_megatron.sh", "e2e profile of actor, ref, rollout"),
         ("verl_grpo_gpu/run_nsys.sh", "e2e profile of actor, ref, rollout in"),
         ("verl_grpo_npu/run_e2e.sh", "e2e profile of actor, ref, rollout, agent_loop, reward in"),
-        ("verl_grpo_npu/run_discrete.sh", "discrete profile of actor, ref, rollout, agent_loop, reward in"),
+        (
+            "verl_grpo_npu/run_discrete.sh",
+            "discrete profile of actor, ref, rollout, agent_loop, reward in",
+        ),
     ],
 )
 def test_dry_runs_check_the_configuration(script: str, says: str, tmp_path: Path) -> None:
@@ -57,7 +60,9 @@ def test_dry_runs_check_the_configuration(script: str, says: str, tmp_path: Path
         ("fully_async", "fully_async_policy.fully_async_main", "agent_loop, reward, rollouter in"),
     ],
 )
-def test_asynchronous_trainers_are_checked_too(trainer: str, main: str, roles: str, tmp_path: Path) -> None:
+def test_asynchronous_trainers_are_checked_too(
+    trainer: str, main: str, roles: str, tmp_path: Path
+) -> None:
     """Their own main module is printed, and verl's check of it finds nothing wrong."""
     script = str(ROOT / "recipes/verl_async_cpu/run.sh")
     run = run_script(script, f"hydra.run.dir={tmp_path}", TRAINER=trainer, DRY_RUN="1")
@@ -74,12 +79,17 @@ def test_asynchronous_trainers_are_checked_too(trainer: str, main: str, roles: s
         (("-m", "verl.trainer.main_po"), "verl.trainer.main_ppo"),
         (("-m",), "-m : "),
         (("-m", ".x"), "-m .x: cannot be imported: "),
-        (("-m", "recipes.custom_worker"), "recipes.custom_worker: has no function under @hydra.main"),
+        (
+            ("-m", "recipes.custom_worker"),
+            "recipes.custom_worker: has no function under @hydra.main",
+        ),
         (("-m", "recipes.custom_worker.score"), "as its configuration has no actor_rollout_ref"),
     ],
 )
 def test_other_main_modules_are_refused_by_name(arguments: tuple[str, ...], says: str) -> None:
-    """SFT has no steps to profile; a name that is misspelt is told verl's; another loop is none of verl's."""
+    """SFT has no steps to profile; a name that is misspelt is told verl's;
+    another loop is none of verl's.
+    """
     run = run_script(sys.executable, "-m", "verl_profiling.integrations.verl.dry_run", *arguments)
     assert run.returncode == 1
     assert says in run.stderr
@@ -117,12 +127,20 @@ def check_own_main(
     (folder / "own_recipe").mkdir()
     (folder / "own_recipe" / "train.py").write_text(main)
     (folder / "own_recipe" / "own.yaml").write_text(config)
-    command = (sys.executable, "-m", "verl_profiling.integrations.verl.dry_run", "-m", "own_recipe.train")
+    command = (
+        sys.executable,
+        "-m",
+        "verl_profiling.integrations.verl.dry_run",
+        "-m",
+        "own_recipe.train",
+    )
     return run_script(*command, *overrides, PYTHONPATH=search_path(folder))
 
 
 def test_a_main_module_of_ones_own_needs_no_search_path(tmp_path: Path) -> None:
-    """Its configuration is composed as in the run, and finds the group although it has a path of its own."""
+    """Its configuration is composed as in the run,
+    and finds the group although it has a path of its own.
+    """
     run = check_own_main(tmp_path, OWN_CONFIG, "+profiling=e2e", "profiling.schedule.steps=[2,3]")
     assert run.returncode == 0, run.stderr
     assert "python -m own_recipe.train +profiling=e2e" in run.stdout
@@ -139,7 +157,9 @@ def test_an_option_that_the_installed_vllm_lacks_is_refused(tmp_path: Path) -> N
 
 
 def test_a_word_in_the_place_of_settings_is_one_clear_sentence(tmp_path: Path) -> None:
-    """``profiling: e2e`` beside the defaults is no group: the message says so once, with the remedy."""
+    """``profiling: e2e`` beside the defaults is no group: the message says so once,
+    with the remedy.
+    """
     run = check_own_main(tmp_path, f"{OWN_CONFIG}profiling: e2e\n")
     assert run.returncode == 1
     [line] = [line for line in run.stderr.splitlines() if line.startswith("profiling: ")]
@@ -153,11 +173,16 @@ def test_a_word_in_the_place_of_settings_is_one_clear_sentence(tmp_path: Path) -
     [
         ("global_profiler.steps=[2]", "verl's own profiler is switched on too"),
         ("profiling.mode=both", "profiling: mode"),
-        ("profiling.tool=nsys", "roles.actor.tool: nsys records CUDA devices, and trainer.device is 'cpu'"),
+        (
+            "profiling.tool=nsys",
+            "roles.actor.tool: nsys records CUDA devices, and trainer.device is 'cpu'",
+        ),
     ],
 )
 def test_dry_runs_refuse_what_would_fail(override: str, says: str, tmp_path: Path) -> None:
-    """A command that the trainer would refuse is refused before it is queued, with the key named."""
+    """A command that the trainer would refuse is refused before it is queued,
+    with the key named.
+    """
     script = ROOT / "recipes/verl_grpo_cpu/run.sh"
     run = run_script(str(script), f"hydra.run.dir={tmp_path}", override, DRY_RUN="1")
     assert run.returncode != 0
@@ -165,7 +190,9 @@ def test_dry_runs_refuse_what_would_fail(override: str, says: str, tmp_path: Pat
 
 
 def test_a_worker_of_ones_own_is_profiled(tmp_path: Path) -> None:
-    """A class on verl's single controller with the capture mixin is captured, one trace per rank."""
+    """A class on verl's single controller with the capture mixin is captured,
+    one trace per rank.
+    """
     run = run_script(
         str(ROOT / "recipes/custom_worker/run.sh"),
         f"profiling.save_path={tmp_path / 'out'}",
@@ -173,7 +200,10 @@ def test_a_worker_of_ones_own_is_profiled(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     manifest = read_manifest(tmp_path / "out" / "step_000002")
-    assert [(w.name, w.status) for w in manifest.workers] == [("reward_rank0", "ok"), ("reward_rank1", "ok")]
+    assert [(w.name, w.status) for w in manifest.workers] == [
+        ("reward_rank0", "ok"),
+        ("reward_rank1", "ok"),
+    ]
     for worker in manifest.workers:
         assert [(span.name, span.depth) for span in worker.stages] == [
             ("reward", 0),

@@ -1,4 +1,6 @@
-"""Other releases of verl, and verl with a change: what does not fit is named, and nothing is refused."""
+"""Other releases of verl, and verl with a change: what does not fit is named,
+and nothing is refused.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,19 @@ def check(folder: Path | None, tmp_path: Path, *overrides: str) -> subprocess.Co
     """Check a command with the sources of some verl, or with the installed one."""
     return run_python(
         *("-m", "verl_profiling.integrations.verl.dry_run"),
-        *("hydra.searchpath=[pkg://verl_profiling.conf]", "+profiling=e2e", f"hydra.run.dir={tmp_path}"),
-        *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"),
-        *("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4", "algorithm.adv_estimator=grpo"),
+        *(
+            "hydra.searchpath=[pkg://verl_profiling.conf]",
+            "+profiling=e2e",
+            f"hydra.run.dir={tmp_path}",
+        ),
+        *(
+            "actor_rollout_ref.rollout.name=vllm",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        ),
+        *(
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+            "algorithm.adv_estimator=grpo",
+        ),
         *overrides,
         cwd=tmp_path,
         paths=(folder,) if folder is not None else (),
@@ -50,7 +62,9 @@ def check(folder: Path | None, tmp_path: Path, *overrides: str) -> subprocess.Co
 
 @pytest.mark.releases
 def test_the_hooks_fit_0_9_0(pytestconfig: pytest.Config, tmp_path: Path) -> None:
-    """The first release of 0.9 has everything that is hooked, V1 trainers and agent loops included."""
+    """The first release of 0.9 has everything that is hooked,
+    V1 trainers and agent loops included.
+    """
     folder = sources("verl==0.9.0", pytestconfig.cache)
     run = run_python("-c", program(*HOOKED), cwd=tmp_path, paths=(folder,))
     assert run.returncode == 0, run.stderr
@@ -68,7 +82,9 @@ def test_0_8_says_what_it_does_not_have(pytestconfig: pytest.Config, tmp_path: P
 
 
 def changed(tmp_path: Path, module: str, old: str, new: str) -> Path:
-    """Return the folder of a verl that is the installed one, but for a few letters in one module."""
+    """Return the folder of a verl that is the installed one,
+    but for a few letters in one module.
+    """
     spec = importlib.util.find_spec("verl")
     assert spec is not None
     assert spec.origin is not None
@@ -92,7 +108,11 @@ def test_every_hook_that_the_command_uses_fits(tmp_path: Path) -> None:
 
 def test_the_check_ends_with_what_will_be_captured_and_leaves_nothing(tmp_path: Path) -> None:
     """Its last line names steps and roles, and no folder is left."""
-    chosen = ("profiling.schedule.steps=[2,9]", "trainer.total_training_steps=8", "profiling.mode=discrete")
+    chosen = (
+        "profiling.schedule.steps=[2,9]",
+        "trainer.total_training_steps=8",
+        "profiling.mode=discrete",
+    )
     run = check(None, tmp_path, *chosen)
     assert run.returncode == 0, run.stderr
     assert "step 9" not in run.stdout, "the run ends before it"
@@ -104,10 +124,14 @@ def test_the_check_ends_with_what_will_be_captured_and_leaves_nothing(tmp_path: 
 
 def test_the_check_names_what_is_not_recorded(tmp_path: Path) -> None:
     """A method that has another name costs what depends on it, and the command may run."""
-    folder = changed(tmp_path, "verl.experimental.agent_loop.tool_agent_loop", "_call_tool", "_run_tool")
+    folder = changed(
+        tmp_path, "verl.experimental.agent_loop.tool_agent_loop", "_call_tool", "_run_tool"
+    )
     run = check(folder, tmp_path)
     assert run.returncode == 0, run.stderr
-    (row,) = [line for line in run.stdout.splitlines() if line.startswith("warning: not recorded: ")]
+    (row,) = [
+        line for line in run.stdout.splitlines() if line.startswith("warning: not recorded: ")
+    ]
     assert "tool calls of trajectories" in row
     assert "has no ToolAgentLoop._call_tool" in run.stdout
 

@@ -1,4 +1,6 @@
-"""The rollouter of verl's fully asynchronous trainer: its real class, without engines and without Ray."""
+"""The rollouter of verl's fully asynchronous trainer: its real class,
+without engines and without Ray.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ MOST = 12
 
 
 def actor_class(module: str, name: str) -> type[Any]:
-    """Return the class that Ray makes actors of, as it arrives in their process: pickled by value."""
+    """Return the class that Ray makes actors of, as it arrives in their process:
+    pickled by value.
+    """
     import verl_profiling.integrations.verl  # noqa: F401
 
     found = getattr(pytest.importorskip(f"{MODULE}.{module}"), name)
@@ -62,7 +66,13 @@ def rollouter() -> Any:
     """Return a rollouter that has been set up by hand."""
     made = object.__new__(actor_class("fully_async_rollouter", "FullyAsyncRollouter"))
     numbers = dict.fromkeys(
-        ("total_generated_samples", "dropped_stale_samples", "processed_sample_count", "staleness_samples"), 0
+        (
+            "total_generated_samples",
+            "dropped_stale_samples",
+            "processed_sample_count",
+            "staleness_samples",
+        ),
+        0,
     )
     now = time.time()
     vars(made).update(
@@ -100,7 +110,9 @@ async def recorded(work: Any) -> TrajectoryLog:
 
 
 async def test_a_pause_lasts_until_the_weights_are_new() -> None:
-    """From when too many samples are stale until the trainer has reset that; asking again changes nothing."""
+    """From when too many samples are stale until the trainer has reset that;
+    asking again changes nothing.
+    """
     made = rollouter()
 
     async def work() -> None:
@@ -141,12 +153,16 @@ async def test_a_pause_that_began_before_is_shown_from_the_begin() -> None:
 
 
 async def test_samples_and_the_queue_are_recorded() -> None:
-    """Each sample is a span with the group of its trajectories, and leaves the length of the queue."""
+    """Each sample is a span with the group of its trajectories,
+    and leaves the length of the queue.
+    """
     made = rollouter()
 
     async def work() -> None:
         for number in range(2):
-            sample = SimpleNamespace(sample_id=f"sample_0_{number}", full_batch=Batch(), rollout_status={})
+            sample = SimpleNamespace(
+                sample_id=f"sample_0_{number}", full_batch=Batch(), rollout_status={}
+            )
             await made._process_single_sample_streaming(sample)
 
     log = await recorded(work())

@@ -21,7 +21,9 @@ class TestVLLM(RunContract):
 
 
 def test_a_worker_that_is_killed_leaves_the_rest(tmp_path: Path) -> None:
-    """The run ends with verl's own error, and the engine's recording of the open step can be read."""
+    """The run ends with verl's own error, and the engine's recording
+    of the open step can be read.
+    """
     run = run_verl(tmp_path, "profiling=e2e", PLUGINS=f"{PLUGINS},integrations.killed_worker")
     assert run.code != 0
     assert "ActorDiedError" in run.output or "RayActorError" in run.output

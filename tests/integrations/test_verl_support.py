@@ -30,7 +30,11 @@ LOST = "not recorded: requests, because verl.clients has no Client.generate"
 def hook(missing: list[str], *, needed: bool) -> Hook:
     """Return a hook that has met its module."""
     return Hook(
-        module="verl.clients", put_in="any:hook", records="requests", needed=needed, missing=list(missing)
+        module="verl.clients",
+        put_in="any:hook",
+        records="requests",
+        needed=needed,
+        missing=list(missing),
     )
 
 
@@ -49,7 +53,9 @@ def settings(**given: Any) -> ProfilingConfig:
 def test_what_all_else_depends_on_switches_profiling_off(
     needed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One error names the version and the hook, and training goes on; of others nothing is said yet."""
+    """One error names the version and the hook, and training goes on;
+    of others nothing is said yet.
+    """
     hooks._awaiting.append(hook(["Client.generate"], needed=needed))
     assert can_be_profiled(CONFIG, settings()) is not needed
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
@@ -59,7 +65,9 @@ def test_what_all_else_depends_on_switches_profiling_off(
 
 @pytest.mark.parametrize("needed", [True, False])
 def test_strict_settings_raise_for_what_does_not_fit(needed: bool) -> None:
-    """The error names the version and what is not recorded; an unknown version alone is no error."""
+    """The error names the version and what is not recorded;
+    an unknown version alone is no error.
+    """
     assert can_be_profiled(CONFIG, settings(strict=True))
     hooks._awaiting.append(hook(["Client.generate"], needed=needed))
     with pytest.raises(ToolUnavailableError, match=r"strict is true.*verl 9\.9.*requests"):
@@ -68,7 +76,11 @@ def test_strict_settings_raise_for_what_does_not_fit(needed: bool) -> None:
 
 def test_one_warning_names_what_all_processes_said(caplog: pytest.LogCaptureFixture) -> None:
     """Ranks that say the same are one sentence, which every manifest gets too."""
-    assert notes_on([LOST, LOST, "other"], strict=False) == ["verl 9.9 was not tested", LOST, "other"]
+    assert notes_on([LOST, LOST, "other"], strict=False) == [
+        "verl 9.9 was not tested",
+        LOST,
+        "other",
+    ]
     (record,) = caplog.records
     assert record.getMessage() == f"profiling: verl 9.9 was not tested; {LOST}; other"
     with pytest.raises(ToolUnavailableError, match="requests"):
@@ -89,8 +101,12 @@ def test_a_trainer_that_no_hook_reaches_says_that_it_is_not_profiled(
     assert "ProfilingTrainerMixin" in record.getMessage()
 
 
-@pytest.mark.parametrize("config", [None, {}, {"profiling": None}, {"profiling": {"enable": False}}, "text"])
-def test_a_run_that_asks_for_nothing_hears_nothing(config: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "config", [None, {}, {"profiling": None}, {"profiling": {"enable": False}}, "text"]
+)
+def test_a_run_that_asks_for_nothing_hears_nothing(
+    config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     say_no_trainer_is_hooked(config)
     assert caplog.records == []
 
@@ -106,7 +122,10 @@ for level in ("debug", "info", "warning", "error"):
     getattr(logger, level)(f"an {level} line")
 """
 VERLS = "import logging; logging.basicConfig(level=logging.WARNING)"
-VLLMS = f"{VERLS}; logging.root.setLevel(logging.ERROR); logging.root.handlers[0].setLevel(logging.ERROR)"
+VLLMS = (
+    f"{VERLS}; logging.root.setLevel(logging.ERROR); "
+    "logging.root.handlers[0].setLevel(logging.ERROR)"
+)
 OWN = f"{VERLS}; logging.getLogger('verl_profiling').setLevel(logging.WARNING)"
 
 
@@ -122,9 +141,13 @@ OWN = f"{VERLS}; logging.getLogger('verl_profiling').setLevel(logging.WARNING)"
 def test_lines_are_heard_once_where_others_have_silenced_them(
     configured: str, heard: list[str], run_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    """The levels of verl and of vLLM's server drop them; an application's own level for them is kept."""
+    """The levels of verl and of vLLM's server drop them;
+    an application's own level for them is kept.
+    """
     said = run_python(f"{configured}\n{LOGGING}").stderr
-    found = {level: said.count(f"an {level} line") for level in ("debug", "info", "warning", "error")}
+    found = {
+        level: said.count(f"an {level} line") for level in ("debug", "info", "warning", "error")
+    }
     assert found == {level: int(level in heard) for level in found}
 
 
@@ -151,7 +174,9 @@ def test_a_replica_without_servers_does_not_end_training(caplog: pytest.LogCaptu
     manager = SimpleNamespace(get_replicas=lambda: [SimpleNamespace(servers=[])])
     trainer = SimpleNamespace(fit=lambda: None, config=CONFIG, llm_server_manager=manager)
     TrainerProfiler(trainer, settings()).begin(None)
-    assert "not recorded: the role rollout, because its servers do not fit (IndexError" in caplog.text
+    assert (
+        "not recorded: the role rollout, because its servers do not fit (IndexError" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -44,7 +44,9 @@ def test_an_own_trainer_is_profiled_by_the_mixin(tmp_path: Path) -> None:
 
 
 def test_step_and_policy_version_are_on_every_rollout_artifact(tmp_path: Path) -> None:
-    """Each window of generation is a separate artifact, with its step and the version of its weights."""
+    """Each window of generation is a separate artifact,
+    with its step and the version of its weights.
+    """
     separate = run_verl(
         tmp_path,
         "profiling=discrete",

@@ -144,7 +144,9 @@ def named(log: TrajectoryLog, name: str) -> list[SpanRecord]:
 
 
 def test_several_outputs_of_one_trajectory_are_added(verl: SimpleNamespace) -> None:
-    """A loop may return several: turns and tokens are all of theirs, versions from the first to the last."""
+    """A loop may return several: turns and tokens are all of theirs,
+    versions from the first to the last.
+    """
 
     async def run() -> Any:
         versions = [{"min_global_steps": n, "max_global_steps": n + 1} for n in (4, 5)]
@@ -156,7 +158,9 @@ def test_several_outputs_of_one_trajectory_are_added(verl: SimpleNamespace) -> N
 
 
 def test_an_aborted_request_that_is_resumed_is_a_pause(verl: SimpleNamespace) -> None:
-    """Each attempt is a request of its own, and the wait between them has a name; the trajectory is done."""
+    """Each attempt is a request of its own, and the wait between them has a name;
+    the trajectory is done.
+    """
     client = verl.FullyAsyncLLMServerClient("aborted", "aborted", "stop")
 
     async def run() -> Any:
@@ -204,8 +208,12 @@ def test_tool_calls_have_the_names_of_tools(verl: SimpleNamespace) -> None:
     assert only(log).facts["tool_calls"] == 3
 
 
-def test_the_sandbox_of_a_tool_is_started_and_stopped_inside_its_call(verl: SimpleNamespace) -> None:
-    """However often it, or a tool that inherits from it, is called; those of verl's base class do nothing."""
+def test_the_sandbox_of_a_tool_is_started_and_stopped_inside_its_call(
+    verl: SimpleNamespace,
+) -> None:
+    """However often it, or a tool that inherits from it, is called;
+    those of verl's base class do nothing.
+    """
 
     class Sandbox:
         async def create(self) -> None:
@@ -236,12 +244,21 @@ def test_the_sandbox_of_a_tool_is_started_and_stopped_inside_its_call(verl: Simp
 
     call = ["tool:sandbox", "environment:start", "environment:stop"]
     log = one_trajectory(verl, run)
-    assert names(log) == [*call, *call, "tool:stateless", "environment:start", "tool:own", *call[1:]]
+    assert names(log) == [
+        *call,
+        *call,
+        "tool:stateless",
+        "environment:start",
+        "tool:own",
+        *call[1:],
+    ]
     assert [log.spans[number].parent for number in (1, 2)] == [log.spans[0].id] * 2
 
 
 def test_a_custom_loop_gets_spans_by_verls_timers_and_its_own(verl: SimpleNamespace) -> None:
-    """Timers have verl's names in a trajectory and none outside; a span of the loop's own is inside."""
+    """Timers have verl's names in a trajectory and none outside;
+    a span of the loop's own is inside.
+    """
     timing: dict[str, float] = {}
 
     async def run() -> Any:
@@ -279,8 +296,12 @@ class Handle:
         return ["not recorded: tokenizing"]
 
 
-def test_actors_that_cannot_be_captured_do_not_end_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class of one's own without the methods, and a worker that fails, are named in every manifest."""
+def test_actors_that_cannot_be_captured_do_not_end_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A class of one's own without the methods, and a worker that fails,
+    are named in every manifest.
+    """
 
     def get(handles: list[Handle]) -> list[list[str]]:
         return [handle.answer() for handle in handles]

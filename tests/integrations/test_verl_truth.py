@@ -25,7 +25,9 @@ CLOSE_S = 0.001
 
 @dataclass(frozen=True)
 class Compared:
-    """A timer of verl's in one step: what verl measured, and how long its stages or the step took."""
+    """A timer of verl's in one step: what verl measured,
+    and how long its stages or the step took.
+    """
 
     step: int
     timer: str
@@ -70,7 +72,10 @@ CRITIC = (
     "critic.ppo_mini_batch_size=4",
     "critic.ppo_micro_batch_size_per_gpu=4",
 )
-KL = ("algorithm.use_kl_in_reward=true", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4")
+KL = (
+    "algorithm.use_kl_in_reward=true",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
+)
 VALIDATION = ("trainer.test_freq=1", "data.val_max_samples=4")
 CHECKPOINTS = ("trainer.save_freq=1", "trainer.default_local_dir={folder}/checkpoints")
 LORA = (
@@ -121,7 +126,9 @@ class Scenario:
 
 
 def _write_config(folder: Path) -> None:
-    """Write the recipe's configuration as it is with ``profiling=verl``: without settings of this package."""
+    """Write the recipe's configuration as it is with ``profiling=verl``:
+    without settings of this package.
+    """
     config = yaml.safe_load((SCRIPT.parent / "grpo_cpu.yaml").read_text())
     del config["profiling"]
     config["defaults"] = ["ppo_trainer", {"profiling": "verl"}, "_self_"]
@@ -157,11 +164,15 @@ ALWAYS = ("gen", "old_log_prob", "adv", "update_actor", "update_weights", "step"
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_stages_take_as_long_as_verl_says(scenario: Scenario, tmp_path: Path) -> None:
-    """Every timer of verl's is a stage that is as long; the rollout begins earlier, with the prompts."""
+    """Every timer of verl's is a stage that is as long; the rollout begins earlier,
+    with the prompts.
+    """
     run = scenario.run(tmp_path)
     assert run.code == 0, run.output[-4000:]
     found = [
-        one for folder in sorted(run.save_path.glob("step_*")) for one in compared(read_manifest(folder))
+        one
+        for folder in sorted(run.save_path.glob("step_*"))
+        for one in compared(read_manifest(folder))
     ]
     assert {one.step for one in found} == set(scenario.steps)
     assert {one.timer for one in found} >= {*ALWAYS, *scenario.timers}

@@ -33,7 +33,9 @@ def counted(run: Run) -> dict[int, dict[str, Any]]:
     lines = [line.partition(PREFIX)[2] for line in run.output.splitlines() if PREFIX in line]
     found: dict[int, dict[str, Any]] = {}
     for step in map(json.loads, lines):
-        found.setdefault(step["step"], step)  # reports are logged under their steps when training has ended
+        found.setdefault(
+            step["step"], step
+        )  # reports are logged under their steps when training has ended
     return found
 
 
@@ -52,7 +54,9 @@ def test_unused_it_changes_nothing(without: Run, tmp_path: Path) -> None:
 
 
 def test_steps_that_are_not_profiled_make_no_call(without: Run, tmp_path: Path) -> None:
-    """Next to a profiled step, the trainer makes the calls of a run without the plugin, and no other."""
+    """Next to a profiled step, the trainer makes the calls of a run without the plugin,
+    and no other.
+    """
     profiled = run_verl(
         tmp_path,
         "profiling=e2e",
@@ -65,7 +69,9 @@ def test_steps_that_are_not_profiled_make_no_call(without: Run, tmp_path: Path) 
     assert others[2]["calls"] == plain[2]["calls"]
     assert others[4]["calls"] == plain[2]["calls"]
     added = {
-        name: count for name, count in others[3]["calls"].items() if count != plain[2]["calls"].get(name, 0)
+        name: count
+        for name, count in others[3]["calls"].items()
+        if count != plain[2]["calls"].get(name, 0)
     }
     assert added == {
         "actor_rollout_start_capture": 1,

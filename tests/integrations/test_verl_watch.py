@@ -27,7 +27,9 @@ def profiler() -> Profiler:
 
 
 def test_one_account_goes_with_each_step_of_verl_and_the_rest_at_the_end() -> None:
-    """Each under its own step; where steps only go onward, with the last one. The console gets none."""
+    """Each under its own step; where steps only go onward, with the last one.
+    The console gets none.
+    """
     trackers = {name: Tracker() for name in ("console", "tensorboard", "wandb")}
     tracking = SimpleNamespace(logger=trackers)
     watched = profiler()

@@ -1,4 +1,6 @@
-"""The watch in whole runs of real verl: its summaries, what it is asked for, and what it asks for itself."""
+"""The watch in whole runs of real verl: its summaries, what it is asked for,
+and what it asks for itself.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Watched:
         (asked,) = [one for one in self.asked if (one["when"], one["step"]) == (when, step)]
         assert asked["code"] == 0, asked
         found = map(read_manifest, self.run.save_path.glob("step_*"))
-        [capture] = [one for one in found if one.trigger.request and one.trigger.request in asked["said"]]
+        [capture] = [
+            one for one in found if one.trigger.request and one.trigger.request in asked["said"]
+        ]
         return capture
 
 
@@ -90,7 +94,9 @@ def rows_of(step: StepSummary) -> dict[str, Any]:
 
 
 class TestSynchronous:
-    """GRPO with two ranks and two replicas; somebody asks three times, and in the end rank 1 is late."""
+    """GRPO with two ranks and two replicas; somebody asks three times,
+    and in the end rank 1 is late.
+    """
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -100,7 +106,10 @@ class TestSynchronous:
         return watched(
             folder,
             {
-                "validation": {VALIDATED: [], 2 * VALIDATED: ["--roles", "rollout", "--replicas", "1"]},
+                "validation": {
+                    VALIDATED: [],
+                    2 * VALIDATED: ["--roles", "rollout", "--replicas", "1"],
+                },
                 "checkpoint": {SAVED: ["--roles", "actor", "--ranks", "1"]},
             },
             f"trainer.total_training_steps={STEPS}",
@@ -116,21 +125,37 @@ class TestSynchronous:
         )
 
     def test_every_step_is_accounted_for(self, run: Watched) -> None:
-        """Captured or not, of all processes; of agent loops, engines and rewards the first are named."""
+        """Captured or not, of all processes; of agent loops,
+        engines and rewards the first are named.
+        """
         assert sorted(run.steps) == list(range(1, STEPS + 1))
         assert_adds_up(run.steps)
         for step in run.steps.values():
             rows = rows_of(step)
-            assert {"rollout", "old_log_prob", "advantage", "update_actor", "update_weights"} <= rows.keys()
+            assert {
+                "rollout",
+                "old_log_prob",
+                "advantage",
+                "update_actor",
+                "update_weights",
+            } <= rows.keys()
             assert (rows["rollout"].role, rows["rollout"].leader) == ("agent_loop", "")
             assert {rows[name].role for name in ("old_log_prob", "update_actor")} == {"actor"}
             assert ("save_checkpoint" in rows) == (step.step % SAVED == 0 or step.step == STEPS)
             processes = {memory.role: memory.processes for memory in step.memory}
-            assert processes == {"controller": 1, "actor": 2, "agent_loop": 1, "reward": 1, "rollout": 2}
+            assert processes == {
+                "controller": 1,
+                "actor": 2,
+                "agent_loop": 1,
+                "reward": 1,
+                "rollout": 2,
+            }
             assert step.policy_version == step.step - 1
 
     def test_verls_trackers_have_the_numbers_of_the_log(self, run: Watched) -> None:
-        """TensorBoard and the file: under the watch's step, each once, beside verl's own numbers."""
+        """TensorBoard and the file: under the watch's step, each once,
+        beside verl's own numbers.
+        """
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         events = EventAccumulator(str(run.run.save_path.parent / "tensorboard"))
@@ -153,7 +178,11 @@ class TestSynchronous:
     def test_what_is_asked_in_a_validation_waits_for_the_next_step(self, run: Watched) -> None:
         """It is answered with the step behind, as a whole, of which the validation is no part."""
         manifest = run.requested("validation", VALIDATED)
-        assert (manifest.step, manifest.complete, manifest.policy_version) == (VALIDATED + 1, True, VALIDATED)
+        assert (manifest.step, manifest.complete, manifest.policy_version) == (
+            VALIDATED + 1,
+            True,
+            VALIDATED,
+        )
         assert {worker.status for worker in manifest.workers} == {"ok"}
         assert len(manifest.workers) == 6
         assert "validate" not in {span.name for span in (*manifest.stages, *manifest.outside)}
@@ -190,9 +219,13 @@ class TestSynchronous:
             ("actor", 0, "ok"),
             ("actor", 1, "ok"),
         ]
-        assert {a.stage for worker in manifest.workers for a in worker.artifacts} == {"update_actor"}
+        assert {a.stage for worker in manifest.workers for a in worker.artifacts} == {
+            "update_actor"
+        }
         suspects = open_step(run.run.save_path / captured[step]).to_frame("suspects")
-        [row] = suspects[(suspects.kind == "stage") & (suspects.name == "update_actor")].itertuples()
+        [row] = suspects[
+            (suspects.kind == "stage") & (suspects.name == "update_actor")
+        ].itertuples()
         assert row.suspect.startswith("actor_rank1")
         assert row.value - row.peer_value > 0.5 * SLOW_S
         assert rows_of(run.steps[noticed])["update_actor"].lead_ns > 0.9e9 * SLOW_S
@@ -203,7 +236,9 @@ class TestAsynchronous:
 
     @pytest.fixture(scope="class", params=["one_step_off", "fully_async"])
     @classmethod
-    def run(cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    def run(
+        cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    ) -> Watched:
         return watched(
             tmp_path_factory.mktemp(request.param),
             {"checkpoint": {2: []}},
@@ -228,7 +263,10 @@ class TestAsynchronous:
         for number in range(1, 9):
             rows = rows_of(run.steps[number])
             assert "rollout" not in rows
-            assert (rows["update_actor"].role, rows["update_actor"].leader) == ("actor", "actor_rank0")
+            assert (rows["update_actor"].role, rows["update_actor"].leader) == (
+                "actor",
+                "actor_rank0",
+            )
             if number > 1:  # the first one waits for its whole batch
                 assert rows["update_actor"].exposed_ns > 0.2 * 1e9 * run.steps[number].seconds
             assert run.steps[number].policy_version == number - 1

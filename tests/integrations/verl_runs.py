@@ -49,7 +49,9 @@ class Run:
 
 
 def search_path(*folders: Path) -> str:
-    """Return the PYTHONPATH with these folders in front; `make test-verl VERL_SOURCE=DIR` sets it."""
+    """Return the PYTHONPATH with these folders in front;
+    `make test-verl VERL_SOURCE=DIR` sets it.
+    """
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

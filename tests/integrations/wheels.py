@@ -1,4 +1,6 @@
-"""Sources of packages that are not installed: downloaded once into pytest's cache, and put on the path."""
+"""Sources of packages that are not installed: downloaded once into pytest's cache,
+and put on the path.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ def sources(requirement: str, cache: pytest.Cache | None) -> Path:
     if not any(folder.glob("*.whl")):
         wanted = ["--no-deps", "--only-binary=:all:", "-q", "-d", str(folder), requirement]
         run = subprocess.run(
-            [sys.executable, "-m", "pip", "download", *wanted], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "pip", "download", *wanted],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if run.returncode:
             pytest.skip(f"{requirement} cannot be downloaded: {run.stderr.strip()[-200:]}")
@@ -31,11 +36,19 @@ def sources(requirement: str, cache: pytest.Cache | None) -> Path:
     return folder
 
 
-def run_python(*arguments: str, cwd: Path, paths: tuple[Path, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Run Python with the plugin loaded by verl, and these folders in front of what is installed."""
+def run_python(
+    *arguments: str, cwd: Path, paths: tuple[Path, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with the plugin loaded by verl,
+    and these folders in front of what is installed.
+    """
     return subprocess.run(
         [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": search_path(*paths, ROOT), "VERL_USE_EXTERNAL_MODULES": PLUGIN},
+        env={
+            **os.environ,
+            "PYTHONPATH": search_path(*paths, ROOT),
+            "VERL_USE_EXTERNAL_MODULES": PLUGIN,
+        },
         cwd=cwd,
         capture_output=True,
         text=True,

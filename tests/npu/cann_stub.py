@@ -1,4 +1,6 @@
-"""Builds stand-ins for the CANN libraries, so that the real torch_npu wheel loads without hardware."""
+"""Builds stand-ins for the CANN libraries, so that the real torch_npu wheel loads
+without hardware.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from pathlib import Path
 
 _IMPORTED = re.compile(r"^(acl|hal|Hccl|Msprof|rt[A-Z])\w*$")
 _LOOKED_UP = re.compile(rb"\0((?:aclprof|aclrt|aclop|acl[A-Z]|mstx)[A-Za-z0-9]+)(?=\0)")
-_LOADED_BY_NAME = ("libmsprofiler.so", "libms_tools_ext.so", "libascend_hal.so", "libacl_tdt_channel.so")
+_LOADED_BY_NAME = (
+    "libmsprofiler.so",
+    "libms_tools_ext.so",
+    "libascend_hal.so",
+    "libacl_tdt_channel.so",
+)
 
 _WITH_RESULTS = {
     "aclrtGetDeviceCount": "int aclrtGetDeviceCount(unsigned *count) { *count = 1; return 0; }",
@@ -23,21 +30,27 @@ _WITH_RESULTS = {
     "aclopCreateAttr": "void *aclopCreateAttr(void) { return 0; }",
     "aclrtCreateStream": "int aclrtCreateStream(void **stream) { *stream = cell; return 0; }",
     "aclrtCreateStreamWithConfig": (
-        "int aclrtCreateStreamWithConfig(void **stream, unsigned a, unsigned b) { *stream = cell; return 0; }"
+        "int aclrtCreateStreamWithConfig(void **stream, unsigned a, unsigned b) { *stream = "
+        "cell; return 0; }"
     ),
-    "aclrtGetCurrentContext": "int aclrtGetCurrentContext(void **context) { *context = cell; return 0; }",
+    "aclrtGetCurrentContext": "int aclrtGetCurrentContext(void **context) { *context = "
+    "cell; return 0; }",
     "aclrtGetMemInfo": (
-        "int aclrtGetMemInfo(int kind, size_t *left, size_t *all) { *left = *all = 1UL << 30; return 0; }"
+        "int aclrtGetMemInfo(int kind, size_t *left, size_t *all) { *left = *all = 1UL << "
+        "30; return 0; }"
     ),
     "aclprofCreateConfig": "void *aclprofCreateConfig(void) { return cell; }",
     "mstxDomainCreateA": "void *mstxDomainCreateA(const char *name) { note(name); return cell; }",
-    "mstxRangeStartA": "unsigned long mstxRangeStartA(const char *text, void *stream) { return ++ranges; }",
+    "mstxRangeStartA": "unsigned long mstxRangeStartA(const char *text, void *stream) { "
+    "return ++ranges; }",
     "mstxDomainRangeStartA": (
         "unsigned long mstxDomainRangeStartA(void *domain, const char *message, void *stream)"
         " { note(message); return ++ranges; }"
     ),
-    "mstxDomainRangeEnd": 'int mstxDomainRangeEnd(void *domain, unsigned long id) { note("end"); return 0; }',
-    "MsprofGetHashId": "unsigned long MsprofGetHashId(const char *text, size_t length) { return 1; }",
+    "mstxDomainRangeEnd": "int mstxDomainRangeEnd(void *domain, unsigned long id) { "
+    'note("end"); return 0; }',
+    "MsprofGetHashId": "unsigned long MsprofGetHashId(const char *text, size_t length) { "
+    "return 1; }",
     "MsprofSysCycleTime": "unsigned long MsprofSysCycleTime(void) { return 0; }",
 }
 _PREAMBLE = """\
@@ -68,7 +81,9 @@ def build(folder: Path) -> None:
         functions.update(name.decode() for name in _LOOKED_UP.findall(library.read_bytes()))
         needed.update(re.findall(r"NEEDED.*\[(.+?)\]", _output("readelf", "-d", str(library))))
     source = folder / "stub.c"
-    plain = "".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(functions - set(_WITH_RESULTS)))
+    plain = "".join(
+        f"int {name}(void) {{ return 0; }}\n" for name in sorted(functions - set(_WITH_RESULTS))
+    )
     source.write_text(_PREAMBLE + "\n".join(_WITH_RESULTS.values()) + "\n" + plain)
     stub = folder / "libascendcl.so"
     _output("cc", "-w", "-shared", "-fPIC", "-o", str(stub), str(source))

@@ -1,4 +1,6 @@
-"""Captures of engines on an NPU, run by ``test_ascend.py`` in a process that sees the stand-in CANN."""
+"""Captures of engines on an NPU, run by ``test_ascend.py`` in a process
+that sees the stand-in CANN.
+"""
 
 from __future__ import annotations
 
@@ -113,8 +115,12 @@ def main(root: Path) -> None:
     windows = {"start": 2, "count": 3}
     configs = {
         "vllm_e2e": settings(root / "vllm_e2e", "e2e", [2], rollout=windows, memory=True),
-        "vllm_discrete": settings(root / "vllm_discrete", "discrete", [1, 3], modules=True, analysis=False),
-        "sglang_e2e": settings(root / "sglang_e2e", "e2e", [2], rollout={"count": 3}, activities=["cpu"]),
+        "vllm_discrete": settings(
+            root / "vllm_discrete", "discrete", [1, 3], modules=True, analysis=False
+        ),
+        "sglang_e2e": settings(
+            root / "sglang_e2e", "e2e", [2], rollout={"count": 3}, activities=["cpu"]
+        ),
         "sglang_discrete": settings(root / "sglang_discrete", "discrete", [1, 3], shapes=True),
     }
     of_sglang = SGLangEngine(root / "store")  # it takes its options with each start

@@ -1,4 +1,6 @@
-"""The profilers of vLLM on Ascend and of SGLang, from their wheels, and stand-ins for what they import."""
+"""The profilers of vLLM on Ascend and of SGLang, from their wheels,
+and stand-ins for what they import.
+"""
 
 from __future__ import annotations
 

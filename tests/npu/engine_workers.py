@@ -1,4 +1,6 @@
-"""Processes of an engine on an NPU: they compute on the CPU, and record with the engine's own code."""
+"""Processes of an engine on an NPU: they compute on the CPU,
+and record with the engine's own code.
+"""
 
 from __future__ import annotations
 
@@ -83,9 +85,16 @@ def _method_of_vllm_ascend(class_name: str, method: str) -> Any:
     assert spec.origin is not None
     path = Path(spec.origin).parent / "worker" / "worker.py"
     tree = ast.parse(path.read_text())
-    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
-    body = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == method]
-    names: dict[str, Any] = {"TorchNPUProfilerWrapper": TorchNPUProfilerWrapper, "logger": _Silent()}
+    (found,) = (
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name
+    )
+    body = [
+        node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == method
+    ]
+    names: dict[str, Any] = {
+        "TorchNPUProfilerWrapper": TorchNPUProfilerWrapper,
+        "logger": _Silent(),
+    }
     exec(compile(ast.Module(body, []), str(path), "exec"), names)  # type: ignore[arg-type]
     return names[method]
 
@@ -103,11 +112,15 @@ def make_scheduler(store: Path, ranks: int, rank: int) -> Any:
 
     # The public name that SGLang knows; newer versions of torch_npu keep the function elsewhere.
     if not hasattr(torch_npu, "_apply_patches"):
-        torch_npu._apply_patches = sys.modules["torch_npu._init.patches.monkey_patches"]._apply_patches
+        torch_npu._apply_patches = sys.modules[
+            "torch_npu._init.patches.monkey_patches"
+        ]._apply_patches
     from sglang.srt.managers.scheduler_profiler_mixin import SchedulerProfilerMixin
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks
+    )
 
     class Scheduler(SchedulerProfilerMixin):
         def __init__(self) -> None:

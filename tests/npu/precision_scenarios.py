@@ -1,4 +1,6 @@
-"""Captures with the real msprobe, run by ``test_precision.py``: it wraps torch for a process's whole life."""
+"""Captures with the real msprobe, run by ``test_precision.py``:
+it wraps torch for a process's whole life.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,11 @@ def calls(root: Path) -> Outcome:
             raised = str(error)
         with stage("update_critic"):
             train(model)
-    found["raises"] = {"raised": raised, "result": recorded.result, "entries": entries_of(recorded.folder)}
+    found["raises"] = {
+        "raised": raised,
+        "result": recorded.result,
+        "entries": entries_of(recorded.folder),
+    }
 
     (root / "file").write_text("")
     found["unwritable"] = refused(root / "file" / "step", settings())
@@ -130,7 +136,11 @@ def structure(root: Path) -> Outcome:
     with record_step(settings(task="structure", level="L0"), root / "none") as idle:
         pass
     [construct] = recorded.folder.rglob("construct.json")
-    return {"result": recorded.result, "modules": json.loads(construct.read_text()), "idle": idle.result}
+    return {
+        "result": recorded.result,
+        "modules": json.loads(construct.read_text()),
+        "idle": idle.result,
+    }
 
 
 def tensors(root: Path) -> Outcome:
@@ -157,6 +167,7 @@ def own_debugger(root: Path) -> Outcome:
 
 if __name__ == "__main__":
     scenarios: dict[str, Callable[[Path], Outcome]] = {
-        scenario.__name__: scenario for scenario in (calls, modules, structure, tensors, own_debugger)
+        scenario.__name__: scenario
+        for scenario in (calls, modules, structure, tensors, own_debugger)
     }
     print(msgspec.json.encode(scenarios[sys.argv[1]](Path(sys.argv[2]))).decode())

@@ -1,4 +1,6 @@
-"""Captures with the real torch_npu, run by ``test_npu.py`` in a process that sees the stand-in CANN."""
+"""Captures with the real torch_npu, run by ``test_npu.py`` in a process
+that sees the stand-in CANN.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,11 @@ def beside_torch_profiler(root: Path) -> Any:
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
         work()
-    return {"message": message, "open": process_session().sink is not None, "ops": len(profiler.events())}
+    return {
+        "message": message,
+        "open": process_session().sink is not None,
+        "ops": len(profiler.events()),
+    }
 
 
 def own_profiler_running(root: Path) -> Any:
@@ -136,7 +142,9 @@ def own_profiler_running(root: Path) -> Any:
         message = f"{type(error).__name__}: {error}"
     work()
     profiler.stop()
-    data = [file.stat().st_size for file in (root / "own").glob("*_ascend_pt/FRAMEWORK/torch.op_range")]
+    data = [
+        file.stat().st_size for file in (root / "own").glob("*_ascend_pt/FRAMEWORK/torch.op_range")
+    ]
     return {"message": message, "own_data": data}
 
 
@@ -218,7 +226,9 @@ def memory_by_stage(root: Path) -> Any:
 
 
 def levels_and_metrics(root: Path) -> Any:
-    """What torch_npu keeps of every level and metric that the tool takes; it resets what does not fit."""
+    """What torch_npu keeps of every level and metric that the tool takes;
+    it resets what does not fit.
+    """
     api = torch_npu.profiler
     changed, taken = [], 0
     for level in ("none", "level0", "level1", "level2"):

@@ -1,4 +1,6 @@
-"""What only an Ascend NPU shows: ``make test-npu-device``. Elsewhere all is skipped, with the reason."""
+"""What only an Ascend NPU shows: ``make test-npu-device``. Elsewhere all is skipped,
+with the reason.
+"""
 
 from __future__ import annotations
 

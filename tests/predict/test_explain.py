@@ -1,4 +1,6 @@
-"""What explains the difference of two runs: of real loops with injected changes, and of drawn steps."""
+"""What explains the difference of two runs: of real loops with injected changes,
+and of drawn steps.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ from verl_profiling.watch.sinks import WatchLog
 
 LOOP = Path(__file__).parents[2] / "benchmarks" / "what_if_loop.py"
 GENERATE_S = [0.05, 0.06, 0.08, 0.1, 0.12, 0.15, 0.2, 0.3]
-PLAN = {"generate_s": GENERATE_S, "ranks_s": [0.2, 0.2], "reward_s": 0.05, "sync_s": 0.1, "steps": 5}
+PLAN = {
+    "generate_s": GENERATE_S,
+    "ranks_s": [0.2, 0.2],
+    "reward_s": 0.05,
+    "sync_s": 0.1,
+    "steps": 5,
+}
 LONGER = {"generate_s": [1.5 * seconds for seconds in GENERATE_S]}
 SYNC, LENGTHS = "update_weights", "response lengths of rollout"
 
@@ -63,7 +71,11 @@ def run_loop(folder: Path, cluster: str, **plan: Any) -> Path:
     """Run the loop of Ray actors that the predictions of ``what-if`` are judged by."""
     command = [sys.executable, str(LOOP), str(folder), json.dumps({**PLAN, **plan})]
     done = subprocess.run(
-        command, check=False, timeout=120, capture_output=True, env={**os.environ, "RAY_ADDRESS": cluster}
+        command,
+        check=False,
+        timeout=120,
+        capture_output=True,
+        env={**os.environ, "RAY_ADDRESS": cluster},
     )
     assert done.returncode == 0, done.stderr
     return folder
@@ -104,7 +116,9 @@ def test_an_injected_change_explains_nine_tenths_of_the_difference(
 
 
 def draw(run: Path, step: int, stages: list[Drawn], end: float = 10.0) -> Path:
-    """Draw a step in which an actor works in ``update_actor``, up to 0.1 s before the end of the stage."""
+    """Draw a step in which an actor works in ``update_actor``,
+    up to 0.1 s before the end of the stage.
+    """
     times = {name: (begin + 0.1, until - 0.1) for name, begin, until in stages}
     actor = Worker("actor", stages=[("update_actor", *times["update_actor"])])
     folder = run / f"step_{step:06d}"
@@ -113,8 +127,12 @@ def draw(run: Path, step: int, stages: list[Drawn], end: float = 10.0) -> Path:
     return run
 
 
-def test_parts_are_replaced_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A stage that takes longer, one that A does not have, one that B does not have; nothing is left."""
+def test_parts_are_replaced_one_after_the_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stage that takes longer, one that A does not have, one that B does not have;
+    nothing is left.
+    """
     before = draw(tmp_path / "a", 1, [*STAGES, ("save", 9.0, 9.5)])
     longer = [("rollout", 0, 4), ("reward", 4, 5), ("update_actor", 5, 9.5), ("test", 9.5, 10.5)]
     after = draw(tmp_path / "b", 1, [*longer, ("update_weights", 10.5, 11.5)], 12.0)
@@ -125,7 +143,9 @@ def test_parts_are_replaced_one_after_the_other(tmp_path: Path, capsys: pytest.C
     assert parts["save"] == -0.5
     assert parts["unexplained"] == 0.0
     assert "rollout" not in parts
-    assert found.explained.startswith("step +2.00 s (+20.0%): update_actor +15.0%, test +10.0%, save -5.0%")
+    assert found.explained.startswith(
+        "step +2.00 s (+20.0%): update_actor +15.0%, test +10.0%, save -5.0%"
+    )
 
 
 def test_the_longest_takes_the_place_of_the_longest(
@@ -135,7 +155,9 @@ def test_the_longest_takes_the_place_of_the_longest(
     runs = []
     for name, ends in (("before", (1.0, 3.9)), ("short", (3.9, 2.0)), ("long", (4.9, 1.0))):
         late_s = max(ends) - 3.9
-        stages = [(stage, begin + late_s * bool(begin), end + late_s) for stage, begin, end in STAGES]
+        stages = [
+            (stage, begin + late_s * bool(begin), end + late_s) for stage, begin, end in STAGES
+        ]
         runs.append(draw(tmp_path / name, 1, stages, 10.0 + late_s))
         log = DrawnLog()
         for end in ends:
@@ -151,7 +173,10 @@ def test_training_may_outlast_the_rollout_beside_it(
 ) -> None:
     """The loop of A waits for responses that began in the step before; in B they are there."""
     sides = []
-    for waited, end, made in ((3, 10, {"pending": [3.1]}), (0.1, 12.1, {"stages": [("rollout", 0.2, 10)]})):
+    for waited, end, made in (
+        (3, 10, {"pending": [3.1]}),
+        (0.1, 12.1, {"stages": [("rollout", 0.2, 10)]}),
+    ):
         sides.append(tmp_path / f"{end}" / "step_000001")
         sides[-1].mkdir(parents=True)
         actor = Worker("actor", stages=[("update_actor", waited, end)])
@@ -169,7 +194,9 @@ def roll_out(
     log: DrawnLog | None = None,
     polls: Sequence[Drawn] = (),
 ) -> Path:
-    """Draw a step in which the loop waits for requests, in seconds and tokens, and for trajectories."""
+    """Draw a step in which the loop waits for requests, in seconds and tokens,
+    and for trajectories.
+    """
     stages = [("rollout", 0, until), *polls, ("update_actor", until, until + 2)]
     folder.mkdir()
     drawn_inputs(folder, stages, [Worker("rollout", replica=0)], until + 2)
@@ -195,13 +222,17 @@ def request(end: float, tokens: float = 0, **marks: float) -> dict[str, float]:
 
 def explained_by(before: Path, after: Path) -> dict[str, float]:
     """Return the parts of at least a thousandth of a second (s)."""
-    graphs = [graph_of(read_step(inputs)) for folder in (before, after) for inputs in find_steps(folder)]
+    graphs = [
+        graph_of(read_step(inputs)) for folder in (before, after) for inputs in find_steps(folder)
+    ]
     found = explain(graphs[:1], graphs[1:])
     return {part: round(seconds, 3) for part, (seconds, _) in found.items() if round(seconds, 3)}
 
 
 def test_times_of_the_engine_on_one_side_explain_nothing(tmp_path: Path) -> None:
-    """Without them, a request is not divided on the other side either; and two thirds of the tokens are."""
+    """Without them, a request is not divided on the other side either;
+    and two thirds of the tokens are.
+    """
     whole = roll_out(tmp_path / "a", 4, request(3.9, 60))
     divided = roll_out(tmp_path / "b", 4, request(3.9, 60, scheduled=0.5, first_token=1.0))
     slower = roll_out(tmp_path / "c", 5.9, request(5.8, 90, scheduled=0.5, first_token=1.0))
@@ -237,13 +268,22 @@ def test_the_tokens_of_a_request_count_once(tmp_path: Path) -> None:
         folders.append(roll_out(tmp_path / f"{calls}", 4, request(3.9, 60), log=log))
     parts = explained_by(*folders)
     assert "response lengths of rollout" not in parts
-    early = {"begin": -4, "arrival": -3.9, "first_token": -3, "last_token": -1, "tokens": 9, "end": 3.9}
+    early = {
+        "begin": -4,
+        "arrival": -3.9,
+        "first_token": -3,
+        "last_token": -1,
+        "tokens": 9,
+        "end": 3.9,
+    }
     ended = [roll_out(tmp_path / name, 4, early) for name in ("early", "as early")]
     assert explained_by(*ended) == {}
 
 
 def test_parts_that_only_one_side_has_are_removed_one_after_the_other(tmp_path: Path) -> None:
-    """Two at a time explain as much as both; tokens and time of the same requests do not count twice."""
+    """Two at a time explain as much as both; tokens and time
+    of the same requests do not count twice.
+    """
     nothing = roll_out(tmp_path / "a", 1)
     log = DrawnLog()
     for number, tool in enumerate(("tool:search", "tool:fetch")):
@@ -259,10 +299,14 @@ def test_parts_that_only_one_side_has_are_removed_one_after_the_other(tmp_path: 
 def test_a_delay_next_to_nothing_does_not_become_a_long_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The long trajectory of A begins a little later than the short one; in B, the short one begins late."""
+    """The long trajectory of A begins a little later than the short one; in B,
+    the short one begins late.
+    """
 
     def step(name: str, updated: float, long: float, short: float) -> Path:
-        folder = draw(tmp_path / name, 1, [("rollout", 0, 4), ("update_actor", 4, updated)], updated)
+        folder = draw(
+            tmp_path / name, 1, [("rollout", 0, 4), ("update_actor", 4, updated)], updated
+        )
         log = DrawnLog(end=updated)
         log.trajectory(long, 3.9, ("tool:search", long, 3.9))
         log.trajectory(short, short + 0.9, ("tool:search", short, short + 0.9))
@@ -274,7 +318,9 @@ def test_a_delay_next_to_nothing_does_not_become_a_long_one(
     assert abs(parts["unexplained"]) < 0.3
     found = diff(step("c", 8, 0.2, 0.1), step("d", 8.1, 0.001, 3.0), capsys)
     stages = {"rollout": 0.0, "update_actor": pytest.approx(0.1), "(outside stages)": 0.0}
-    assert parts_of(found) == {**stages, "unexplained": 0.0}, "the parts explain nothing; the stages do"
+    assert parts_of(found) == {**stages, "unexplained": 0.0}, (
+        "the parts explain nothing; the stages do"
+    )
 
 
 def test_each_trace_is_read_once(
@@ -287,7 +333,8 @@ def test_each_trace_is_read_once(
     saved.write_text(capsys.readouterr().out)
     read: list[object] = []
     monkeypatch.setattr(
-        "verl_profiling.report.build.read_step", lambda *given: read.append(given) or read_step(*given)
+        "verl_profiling.report.build.read_step",
+        lambda *given: read.append(given) or read_step(*given),
     )
     assert parts_of(diff(*runs, capsys))
     assert len(read) == 2
@@ -312,19 +359,29 @@ def test_a_change_within_the_noise_is_said_to_be_noise(
         return tmp_path / name
 
     before = run("before", (5, 1), (5.2, 1), (5.4, 1))
-    assert diff(before, run("alike", (5.1, 1), (5.3, 1.1)), capsys).explained.endswith(": within the noise")
+    assert diff(before, run("alike", (5.1, 1), (5.3, 1.1)), capsys).explained.endswith(
+        ": within the noise"
+    )
     found = diff(before, run("slower", (6, 1), (6.2, 1.1), (6.4, 1.4)), capsys)
     assert found.explained == (
-        "step +1.10 s (+17.7%): update_actor +16.1%, parts within the noise +1.6%, unexplained +0.0%"
+        "step +1.10 s (+17.7%): update_actor +16.1%, parts within the noise +1.6%, "
+        "unexplained +0.0%"
     )
     noise = {name: change.noise_s for name, change in of_kind(found, "explained").items()}
-    assert (noise["update_actor"], noise["update_weights"]) == (pytest.approx(0.2), pytest.approx(0.2))
+    assert (noise["update_actor"], noise["update_weights"]) == (
+        pytest.approx(0.2),
+        pytest.approx(0.2),
+    )
     steady = diff(before, run("steady", (6, 1.1), (6.2, 1.1), (6.4, 1.1)), capsys)
     assert "update_actor +16.1%, update_weights +1.6%" in steady.explained
 
 
-def test_all_steps_of_the_watch_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Beside the captured ones, and without the tenth at each end, where the first step warms up."""
+def test_all_steps_of_the_watch_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside the captured ones, and without the tenth at each end,
+    where the first step warms up.
+    """
     runs = [draw(tmp_path / name, 1, STAGES) for name in ("before", "after")]
     for run, took_ms in zip(runs, (3000, 3500), strict=True):
         log = WatchLog(run)

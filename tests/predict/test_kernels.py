@@ -1,4 +1,6 @@
-"""Predictions with other kernels: of drawn programs against a simulation of them, and of real GPU traces."""
+"""Predictions with other kernels: of drawn programs against a simulation of them,
+and of real GPU traces.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,16 @@ GPU_TRACES = ("nccl_data.json.gz", "sampled_rank-0.json.gz", "sampled_rank-1.jso
 LATENCY, CALL, RETURN = 5, 3, 2  # us: launch to kernel, call of the host, return of a wait
 
 STREAMS = (7, 20, 24)
-streams, names, times = st.sampled_from(STREAMS), st.sampled_from(["gemm", "norm"]), st.integers(0, 20)
+streams, names, times = (
+    st.sampled_from(STREAMS),
+    st.sampled_from(["gemm", "norm"]),
+    st.integers(0, 20),
+)
 OPERATIONS = st.one_of(
     st.tuples(st.just("launch"), streams, names, st.integers(1, 60).map(lambda us: 4 * us)),
-    st.tuples(st.just("copy"), streams, st.just("Memcpy DtoH"), st.integers(1, 20).map(lambda us: 4 * us)),
+    st.tuples(
+        st.just("copy"), streams, st.just("Memcpy DtoH"), st.integers(1, 20).map(lambda us: 4 * us)
+    ),
     st.tuples(st.just("code"), times),
     st.tuples(st.just("synchronize"), st.sampled_from([-1, *STREAMS])),
     st.tuples(st.just("wait"), streams, streams),
@@ -36,14 +44,20 @@ PROGRAMS = st.lists(OPERATIONS, max_size=30).map(
 
 
 def run(program: Sequence[tuple], factor: float = 1.0) -> tuple[list[dict[str, Any]], float, float]:
-    """Return the events of a program, the span of its kernels, and the end of the host's own code (us)."""
+    """Return the events of a program, the span of its kernels,
+    and the end of the host's own code (us).
+    """
     now, own, number, events = 100.0, 100.0, 0, []
     free = dict.fromkeys(STREAMS, 0.0)
 
-    def event(category: str, name: str, thread: int, begin: float, end: float, **args: object) -> None:
+    def event(
+        category: str, name: str, thread: int, begin: float, end: float, **args: object
+    ) -> None:
         place = {"ph": "X", "pid": 0 if category in ("kernel", "gpu_memcpy", "cuda_sync") else 50}
         place |= {"cat": category, "name": name, "tid": thread}
-        events.append({**place, "ts": begin, "dur": end - begin, "args": {**args, "correlation": number}})
+        events.append(
+            {**place, "ts": begin, "dur": end - begin, "args": {**args, "correlation": number}}
+        )
 
     for what, *about in program:
         number += 1
@@ -55,7 +69,13 @@ def run(program: Sequence[tuple], factor: float = 1.0) -> tuple[list[dict[str, A
             end, own = now + CALL, own + CALL
             if what == "copy":
                 end, own = free[stream] + RETURN, own - CALL + RETURN
-            event("cuda_runtime", "cudaLaunchKernel" if what == "launch" else "cudaMemcpyAsync", 1, now, end)
+            event(
+                "cuda_runtime",
+                "cudaLaunchKernel" if what == "launch" else "cudaMemcpyAsync",
+                1,
+                now,
+                end,
+            )
             now = end
         elif what == "code":
             now, own = now + about[0], own + about[0]
@@ -70,7 +90,15 @@ def run(program: Sequence[tuple], factor: float = 1.0) -> tuple[list[dict[str, A
         else:
             stream, other = about
             event("cuda_runtime", "cudaStreamWaitEvent", 1, now, now + 1)
-            event("cuda_sync", "Stream Wait Event", stream, now, now + 1, stream=stream, wait_on_stream=other)
+            event(
+                "cuda_sync",
+                "Stream Wait Event",
+                stream,
+                now,
+                now + 1,
+                stream=stream,
+                wait_on_stream=other,
+            )
             free[stream] = max(free[stream], free[other])
             now, own = now + 1, own + 1
     kernels = [one for one in events if one["cat"] in ("kernel", "gpu_memcpy")]
@@ -80,7 +108,9 @@ def run(program: Sequence[tuple], factor: float = 1.0) -> tuple[list[dict[str, A
 
 def write(folder: Path, events: Sequence[dict[str, Any]]) -> Path:
     path = folder / "trace.json"
-    path.write_text(json.dumps({"baseTimeNanoseconds": 1_790_000_000_000_000_000, "traceEvents": events}))
+    path.write_text(
+        json.dumps({"baseTimeNanoseconds": 1_790_000_000_000_000_000, "traceEvents": events})
+    )
     return path
 
 
@@ -142,7 +172,9 @@ def two_ranks(folder: Path) -> None:
         ]
         kernels, calls = (list(column) for column in zip(*pairs, strict=True))
         calls.append(("cudaDeviceSynchronize", 5.3, 7.41, {"correlation": 4}))
-        works = Worker("actor", rank, stages=[("update_actor", 5.1, 7.5)], kernels=kernels, calls=calls)
+        works = Worker(
+            "actor", rank, stages=[("update_actor", 5.1, 7.5)], kernels=kernels, calls=calls
+        )
         workers.append(works)
     drawn_inputs(folder, [("update_actor", 5, 8)], workers)
 
@@ -150,14 +182,19 @@ def two_ranks(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("scale", "seconds"),
     [
-        ({"kernel:gemm": 0.5}, 10 - 0.9),  # the second rank ends its part at 5.6, the first one at 6.1
+        (
+            {"kernel:gemm": 0.5},
+            10 - 0.9,
+        ),  # the second rank ends its part at 5.6, the first one at 6.1
         ({"kernel:norm": 0}, 10 - 0.2),
         ({"kernel:gemm": 0.5, "kernel:norm": 0}, 10 - 1.1),
         ({"kernel:*": 2}, 10 + 1.8 + 0.2),
         ({"kernel:gemm": 0.5, "update_actor": 0}, 10 - 3),
     ],
 )
-def test_ranks_wait_for_each_other_as_before(tmp_path: Path, scale: dict[str, float], seconds: float) -> None:
+def test_ranks_wait_for_each_other_as_before(
+    tmp_path: Path, scale: dict[str, float], seconds: float
+) -> None:
     two_ranks(tmp_path)
     found = open_step(tmp_path).what_if(scale=scale)
     assert found.predicted_us == pytest.approx(seconds * 1e6, abs=1)
@@ -192,7 +229,12 @@ def test_requests_of_an_engine_take_less_time_with_faster_kernels(tmp_path: Path
     kernel, call = launched(1, ("attention", 0.5, 3.0), 0.4)
     wait = ("cudaDeviceSynchronize", 0.6, 3.1, {"correlation": 2})
     worker = Worker(
-        "rollout", replica=0, kernels=[kernel], calls=[call, wait], requests=[(0.2, 3.5, 8)], logged=True
+        "rollout",
+        replica=0,
+        kernels=[kernel],
+        calls=[call, wait],
+        requests=[(0.2, 3.5, 8)],
+        logged=True,
     )
     drawn_inputs(tmp_path, [("rollout", 0, 4)], [worker])
     found = open_step(tmp_path).what_if(scale={"kernel:attention": 0.5})
@@ -217,9 +259,12 @@ def test_a_pattern_without_kernels_is_an_error(tmp_path: Path, pattern: str, sai
 
 
 def test_a_step_without_launches_is_an_error(tmp_path: Path) -> None:
-    drawn_inputs(tmp_path, [("rollout", 0, 4)], [engine(0, (0.2, 3.8), stages=[("rollout", 0.1, 3.9)])])
+    drawn_inputs(
+        tmp_path, [("rollout", 0, 4)], [engine(0, (0.2, 3.8), stages=[("rollout", 0.1, 3.9)])]
+    )
     said = (
-        r"no kernels with their launches: capture with the tool torch on a GPU \(the traces have kernel, us"
+        r"no kernels with their launches: capture with the tool torch on a GPU \(the "
+        r"traces have kernel, us"
     )
     with pytest.raises(ConfigError, match=said):
         open_step(tmp_path).what_if(scale={"kernel:*": 0.5})

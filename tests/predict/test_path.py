@@ -19,7 +19,9 @@ def graphs(draw: st.DrawFn, queues: tuple[str, ...] = ("",), polls: bool = False
     free = dict.fromkeys(queues, graph.begin_ns)
     count = draw(st.integers(1, 25))
     for number in range(count):
-        few = st.lists(st.integers(0, number - 1), max_size=4, unique=True) if number else st.just([])
+        few = (
+            st.lists(st.integers(0, number - 1), max_size=4, unique=True) if number else st.just([])
+        )
         after = list(range(number)) if number == count - 1 else draw(few)
         ready = max((graph.segments[at].end_ns for at in after), default=graph.begin_ns)
         queue = draw(st.sampled_from(queues))
@@ -47,13 +49,17 @@ def test_a_replay_without_changes_is_the_step(graph: Graph) -> None:
 
 @settings(max_examples=30)
 @given(graphs(queues=("", "a", "b")), st.integers(2, 5))
-def test_a_step_of_which_all_takes_longer_has_the_same_order_in_its_queues(graph: Graph, factor: int) -> None:
+def test_a_step_of_which_all_takes_longer_has_the_same_order_in_its_queues(
+    graph: Graph, factor: int
+) -> None:
     recorded = replay(graph)
     longer = replay(
         graph, *([factor * ns for ns in times] for times in (recorded.took_ns, recorded.delay_ns))
     )
     begin_ns = graph.begin_ns
-    assert [ns - begin_ns for ns in longer.end_ns] == [factor * (ns - begin_ns) for ns in recorded.end_ns]
+    assert [ns - begin_ns for ns in longer.end_ns] == [
+        factor * (ns - begin_ns) for ns in recorded.end_ns
+    ]
 
 
 @settings(max_examples=30)
@@ -62,7 +68,11 @@ def test_the_path_is_a_chain_as_long_as_the_step(graph: Graph) -> None:
     replayed = replay(graph)
     path = critical_path(replayed)
     assert sum(part.end_ns - part.begin_ns for part in path) == replayed.span_ns
-    edges = [graph.begin_ns, *(ns for part in path for ns in (part.begin_ns, part.end_ns)), graph.end_ns]
+    edges = [
+        graph.begin_ns,
+        *(ns for part in path for ns in (part.begin_ns, part.end_ns)),
+        graph.end_ns,
+    ]
     assert edges[::2] == edges[1::2]
 
 
@@ -90,7 +100,9 @@ def test_slack_is_how_much_longer_a_segment_may_take(graph: Graph, data: st.Data
 
 @settings(max_examples=30)
 @given(graphs(polls=True), st.data())
-def test_a_segment_with_slack_does_not_make_the_step_longer(graph: Graph, data: st.DataObject) -> None:
+def test_a_segment_with_slack_does_not_make_the_step_longer(
+    graph: Graph, data: st.DataObject
+) -> None:
     replayed = replay(graph)
     at = data.draw(st.integers(0, len(graph.segments) - 1))
     took = list(replayed.took_ns)

@@ -35,7 +35,10 @@ def flat(running: int) -> float:
 
 
 def served(
-    lengths: Sequence[int], seconds: Callable[[int], float] = linear, slots: int = 99, begin: float = 0.1
+    lengths: Sequence[int],
+    seconds: Callable[[int], float] = linear,
+    slots: int = 99,
+    begin: float = 0.1,
 ) -> list[tuple[float, float, float, int]]:
     """Run an engine; return when each request arrived, ran and ended, and its tokens."""
     now, waiting, running, found = begin, list(enumerate(lengths)), dict[int, int](), {}
@@ -56,8 +59,14 @@ def served(
 def drawn(folder: Path, *replicas: Sequence[tuple[float, float, float, int]]) -> float:
     """Draw a step whose rollout is of such replicas; return its end: 3 s after the rollout."""
     last = max(end for one in replicas for _, _, end, _ in one)
-    stages = [("rollout", 0, last), ("update_actor", last, last + 2), ("update_weights", last + 2, last + 3)]
-    drawn_inputs(folder, stages, [engine(at, (0.1, 0.2)) for at in range(len(replicas))], end=last + 3)
+    stages = [
+        ("rollout", 0, last),
+        ("update_actor", last, last + 2),
+        ("update_weights", last + 2, last + 3),
+    ]
+    drawn_inputs(
+        folder, stages, [engine(at, (0.1, 0.2)) for at in range(len(replicas))], end=last + 3
+    )
     for at, requests in enumerate(replicas):
         made = [
             Request(
@@ -88,9 +97,13 @@ def has(found: Prediction, seconds: float) -> bool:
 def test_a_step_on_other_replicas(
     tmp_path: Path, seconds: Callable[[int], float], before: int, after: int
 ) -> None:
-    """The interval holds the truth; with more replicas, it is at most half as wide as all that could be."""
+    """The interval holds the truth; with more replicas,
+    it is at most half as wide as all that could be.
+    """
     step = drawn(tmp_path, *(served(LENGTHS[at::before], seconds) for at in range(before)))
-    truth = 3 + max(end for at in range(after) for _, _, end, _ in served(LENGTHS[at::after], seconds))
+    truth = 3 + max(
+        end for at in range(after) for _, _, end, _ in served(LENGTHS[at::after], seconds)
+    )
     found = open_step(tmp_path).what_if(replicas=after)
     assert found.changes == [f"--replicas {after}"]
     assert f"the capture has all replicas of the run: {before}" in found.assumed
@@ -119,7 +132,8 @@ def test_a_full_engine_has_as_many_slots_as_it_ran_requests(tmp_path: Path) -> N
     truth = 3 + max(end for at in (0, 1) for _, _, end, _ in served(LENGTHS[at::2], slots=8))
     assert has(found, truth)
     assert (
-        "a replica runs at most 8 requests at once, as in the capture, where others queued" in found.assumed
+        "a replica runs at most 8 requests at once, as in the capture, where others queued"
+        in found.assumed
     )
 
 
@@ -145,7 +159,9 @@ def test_requests_of_a_trajectory_follow_each_other(tmp_path: Path) -> None:
 
 
 def test_a_step_one_step_off(tmp_path: Path) -> None:
-    """The longer one of rollout and training, with the weight update; the loop's own 0.2 s may be in both."""
+    """The longer one of rollout and training, with the weight update;
+    the loop's own 0.2 s may be in both.
+    """
     workers = [
         Worker("rollout", replica=0, stages=[("rollout", 0.1, 3.9)]),
         Worker("actor", stages=[("update_actor", 5, 8)], kernels=[("gemm", 5.2, 5.4)]),
@@ -175,7 +191,10 @@ def test_steps_without_what_other_resources_need_are_refused(tmp_path: Path) -> 
             {"replicas": 2},
             "needs requests with tokens in the step, which a capture with rollout.requests has",
         ),
-        ({"steps_ahead": 1}, "needs a step whose rollout begins and ends in it, with engines recorded"),
+        (
+            {"steps_ahead": 1},
+            "needs a step whose rollout begins and ends in it, with engines recorded",
+        ),
     ):
         with pytest.raises(ConfigError, match=said):
             open_step(tmp_path).what_if(**changes)
@@ -193,14 +212,18 @@ def test_a_step_that_a_rollout_goes_on_after_is_refused(tmp_path: Path, goes_on:
     }
     rewrite_worker(tmp_path, "rollout0", **more[goes_on])
     step = open_step(tmp_path)
-    with pytest.raises(ConfigError, match="needs a step in which all requests of its rollout begin and end"):
+    with pytest.raises(
+        ConfigError, match="needs a step in which all requests of its rollout begin and end"
+    ):
         step.what_if(replicas=2)
     with pytest.raises(ConfigError, match="needs a step whose rollout begins and ends in it"):
         step.what_if(steps_ahead=1)
 
 
 def test_validation_is_no_rollout(tmp_path: Path) -> None:
-    """Its ten requests are as before, as is the rest of the step; a tail of the rollout is 1.5 s."""
+    """Its ten requests are as before, as is the rest of the step;
+    a tail of the rollout is 1.5 s.
+    """
     requests = [
         (begin + 0.1, begin + 0.5 + 0.3 * at * speed, 50 * (at + 3))
         for begin, speed in ((0, 1), (7, 0.7))
@@ -222,11 +245,15 @@ def test_an_engine_that_serves_one_at_a_time_is_refused(tmp_path: Path) -> None:
     requests = [(1, 3, 9), (3, 5, 9)]
     drawn_inputs(tmp_path, [("rollout", 0, 6)], [Worker("rollout", replica=0, requests=requests)])
     log.add_to(tmp_path)
-    with pytest.raises(ConfigError, match=r"several requests at once; raise their limit .*capture again"):
+    with pytest.raises(
+        ConfigError, match=r"several requests at once; raise their limit .*capture again"
+    ):
         open_step(tmp_path).what_if(replicas=2)
 
 
-def test_the_command_prints_the_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_interval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     drawn(tmp_path, served(LENGTHS))
     assert main(["what-if", str(tmp_path), "--replicas", "2", "--async", "1"]) == 0
     lines = " ".join(capsys.readouterr().out.split())

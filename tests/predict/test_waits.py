@@ -36,7 +36,9 @@ Spans = list[tuple[str, float, float]]
 
 
 class Plan(NamedTuple):
-    """Drawn trajectories: slots by limit, turns, and times (s) of generation, tool, scoring, unknown wait."""
+    """Drawn trajectories: slots by limit, turns, and times (s) of generation, tool, scoring,
+    unknown wait.
+    """
 
     kind: str
     wait: str
@@ -49,10 +51,14 @@ class Plan(NamedTuple):
 def drawn_plan(seed: int, kind: str) -> Plan:
     drawn = random.Random(seed)
     count = drawn.randint(8, 24)
-    slots = {"outer": drawn.randint(1, count // 3), "inner": 1 if "service" in kind else drawn.randint(1, 3)}
+    slots = {
+        "outer": drawn.randint(1, count // 3),
+        "inner": 1 if "service" in kind else drawn.randint(1, 3),
+    }
     spread = drawn.choice((0.001, 0.5))
     times = [
-        [drawn.choice((0.1, 0.3)) * drawn.lognormvariate(0, spread) for _ in range(4)] for _ in range(count)
+        [drawn.choice((0.1, 0.3)) * drawn.lognormvariate(0, spread) for _ in range(4)]
+        for _ in range(count)
     ]
     wait = f"wait:{drawn.choice(('slot', 'quota', 'permit'))}"
     tool = f"tool:{drawn.choice(('search', 'sandbox', 'browser'))}"
@@ -72,7 +78,10 @@ def parts_of(plan: Plan, number: int, factor: float) -> list[tuple[str, str, flo
         return [("span", plan.wait, unknown), *turns, reward]
     if "limit" not in plan.kind:
         return [*turns, reward]
-    take, free = ("take outer", "" if "without" in plan.kind else plan.wait, 0.0), ("free outer", "", 0.0)
+    take, free = (
+        ("take outer", "" if "without" in plan.kind else plan.wait, 0.0),
+        ("free outer", "", 0.0),
+    )
     if plan.kind == HANDED:  # the outer slot is released when the inner one is acquired
         between = ("take inner", f"{plan.wait}2", 0.0)
         return [take, turns[0], between, free, turns[1], reward, ("free inner", "", 0.0)]
@@ -80,7 +89,9 @@ def parts_of(plan: Plan, number: int, factor: float) -> list[tuple[str, str, flo
 
 
 def played(plan: Plan, factor: float = 1.0) -> list[Spans]:
-    """Play the plan, with slots in the order of requests; return each trajectory's spans, itself last."""
+    """Play the plan, with slots in the order of requests; return each trajectory's spans,
+    itself last.
+    """
     parts = [parts_of(plan, number, factor) for number in range(len(plan.times))]
     begins = [0.1 + number / 1000 for number in range(len(parts))]
     events = [(begin, number) for number, begin in enumerate(begins)]
@@ -124,15 +135,24 @@ def drawn_step(folder: Path, plan: Plan, factor: float = 1.0) -> float:
     for spans in trajectories:
         log.trajectory(*spans[-1][1:], *spans[:-1])
     drawn_inputs(
-        folder, [("rollout", 0, rollout), ("update_actor", rollout, rollout + 0.4)], [], rollout + 0.4
+        folder,
+        [("rollout", 0, rollout), ("update_actor", rollout, rollout + 0.4)],
+        [],
+        rollout + 0.4,
     )
     log.add_to(folder)
     return rollout + 0.4
 
 
-@pytest.mark.parametrize(("seed", "kind"), [*enumerate(KINDS * 4), *((seed, HANDED) for seed in range(8))])
-def test_a_wait_is_no_work(tmp_path: Path, seed: int, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Predictions hold the truth; a wait is never offered, the first finding, or a cause of a difference."""
+@pytest.mark.parametrize(
+    ("seed", "kind"), [*enumerate(KINDS * 4), *((seed, HANDED) for seed in range(8))]
+)
+def test_a_wait_is_no_work(
+    tmp_path: Path, seed: int, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Predictions hold the truth; a wait is never offered, the first finding,
+    or a cause of a difference.
+    """
     plan = drawn_plan(seed, kind)
     before, after = tmp_path / "a", tmp_path / "b"
     for folder, factor in ((before, 1.0), (after, 0.4)):
@@ -149,7 +169,9 @@ def test_a_wait_is_no_work(tmp_path: Path, seed: int, kind: str, capsys: pytest.
         assert any("a limit of" in said or "is not known" in said for said in found.assumed)
     options = [row.option for row in step.what_if().what_would_help]
     assert not any("wait:" in option for option in options)
-    half = next((row for row in step.what_if().what_would_help if row.option.endswith("=0.5x")), None)
+    half = next(
+        (row for row in step.what_if().what_would_help if row.option.endswith("=0.5x")), None
+    )
     assert half is None or "wait" not in half.change
     name = plan.wait.removeprefix("wait:")
     assert not any(f"wait `{name}`" in finding.text for finding in step.report().findings[:1])
@@ -162,12 +184,16 @@ def test_a_wait_is_no_work(tmp_path: Path, seed: int, kind: str, capsys: pytest.
 
 @pytest.mark.parametrize("seed", range(4))
 def test_calls_that_take_no_time_have_no_limit(tmp_path: Path, seed: int) -> None:
-    """Calls of microseconds behind pauses of the trajectory's own code, as a tokenizer's in real verl."""
+    """Calls of microseconds behind pauses of the trajectory's own code,
+    as a tokenizer's in real verl.
+    """
     drawn = random.Random(seed)
     log = DrawnLog(end=3.0)
     for _ in range(drawn.randint(4, 20)):
         call = drawn.uniform(0.2, 1.5)
-        log.trajectory(0.1, 2.0, ("generate", 0.1, 0.15), ("tokenize", call, call + drawn.uniform(0, 1e-4)))
+        log.trajectory(
+            0.1, 2.0, ("generate", 0.1, 0.15), ("tokenize", call, call + drawn.uniform(0, 1e-4))
+        )
     drawn_inputs(tmp_path, [("rollout", 0, 2.1), ("update_actor", 2.1, 2.4)], [], 2.4)
     log.add_to(tmp_path)
     report = open_step(tmp_path).report()
@@ -177,13 +203,17 @@ def test_calls_that_take_no_time_have_no_limit(tmp_path: Path, seed: int) -> Non
 
 @pytest.mark.parametrize("seed", range(20))
 def test_ranks_that_may_wait_for_each_other_make_an_interval(tmp_path: Path, seed: int) -> None:
-    """Drawn ranks do unequal work and leave the stage together; what each of them did is not recorded."""
+    """Drawn ranks do unequal work and leave the stage together;
+    what each of them did is not recorded.
+    """
     drawn = random.Random(seed)
     works = [drawn.uniform(0.2, 3.0) for _ in range(drawn.randint(2, 6))]
     together = max(works)
     stage = drawn.choice(("update_actor", "ref_log_prob", "values"))
     ends = [together * drawn.uniform(0.98, 1) for _ in works]
-    workers = [Worker("actor", rank, stages=[(stage, 1.0, 1 + end)]) for rank, end in enumerate(ends)]
+    workers = [
+        Worker("actor", rank, stages=[(stage, 1.0, 1 + end)]) for rank, end in enumerate(ends)
+    ]
     drawn_inputs(tmp_path, [("rollout", 0, 1), (stage, 1.0, 1 + together)], workers, 1 + together)
     for worker in workers:
         rewrite_worker(tmp_path, f"actor_rank{worker.rank}", artifacts=[])
@@ -197,7 +227,9 @@ def test_ranks_that_may_wait_for_each_other_make_an_interval(tmp_path: Path, see
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_tail_that_began_before_the_step_is_not_left_out(tmp_path: Path, seed: int) -> None:
-    """Of drawn trajectories, the last ones began in the step before, so a shorter tail is refused."""
+    """Of drawn trajectories, the last ones began in the step before,
+    so a shorter tail is refused.
+    """
     drawn = random.Random(seed)
     count = drawn.randint(10, 20)
     before = drawn.randint(1, 4)
@@ -225,7 +257,10 @@ def test_a_paused_engine_has_requests_in_its_queue(tmp_path: Path, seed: int) ->
     end = resumed + rest
     worker = engine(0, (0.1, begin), (resumed, end), logged=True)
     drawn_inputs(
-        tmp_path, [("rollout", 0, end + 0.1), ("update_actor", end + 0.1, end + 1)], [worker], end + 1
+        tmp_path,
+        [("rollout", 0, end + 0.1), ("update_actor", end + 0.1, end + 1)],
+        [worker],
+        end + 1,
     )
     times = [
         (0.1, 0.1, begin),
@@ -250,17 +285,23 @@ def test_a_paused_engine_has_requests_in_its_queue(tmp_path: Path, seed: int) ->
     (row,) = report.workers
     assert row.lost_us["queued"] == pytest.approx(pause * 1e6, abs=10)
     assert row.lost_us.get("host_bound", 0.0) < 1e4
-    assert sum(part.duration_us for part in report.critical_path if part.kind == "queued") == pytest.approx(
-        pause * 1e6, abs=10
-    )
+    assert sum(
+        part.duration_us for part in report.critical_path if part.kind == "queued"
+    ) == pytest.approx(pause * 1e6, abs=10)
 
 
 @pytest.mark.xfail(strict=True, reason="issue: One step, one table of slices, one path")
 @pytest.mark.parametrize("seed", range(4))
 def test_a_tool_of_a_rollout_from_before_the_step(tmp_path: Path, seed: int) -> None:
-    """One step off: each rollout begins beside an update, and the loop waits for it in the next step."""
+    """One step off: each rollout begins beside an update,
+    and the loop waits for it in the next step.
+    """
     drawn = random.Random(seed)
-    generate, tool, update = drawn.uniform(0.05, 0.1), drawn.uniform(0.6, 1.0), drawn.uniform(0.15, 0.3)
+    generate, tool, update = (
+        drawn.uniform(0.05, 0.1),
+        drawn.uniform(0.6, 1.0),
+        drawn.uniform(0.15, 0.3),
+    )
     end = generate + tool
     log = DrawnLog(end=end)
     for _ in range(8):
@@ -268,7 +309,9 @@ def test_a_tool_of_a_rollout_from_before_the_step(tmp_path: Path, seed: int) -> 
         log.span("tool:search", generate - update, end - update, len(log.log.trajectories) - 1)
     for _ in range(8):
         log.trajectory(end - update, end + 1, ("generate", end - update, end + 1), status="running")
-    drawn_inputs(tmp_path, [("wait:rollout", 0, end - update), ("update_actor", end - update, end)], [], end)
+    drawn_inputs(
+        tmp_path, [("wait:rollout", 0, end - update), ("update_actor", end - update, end)], [], end
+    )
     log.add_to(tmp_path)
     found = open_step(tmp_path).what_if(tools={"search": "0.5x"})
     assert found.predicted_us == pytest.approx((generate + tool / 2) * 1e6, rel=0.02)
@@ -278,7 +321,9 @@ def test_a_tool_of_a_rollout_from_before_the_step(tmp_path: Path, seed: int) -> 
 def test_no_hang_is_a_trajectory_that_queues(seed: int) -> None:
     """Whatever waits, and however long: the process is in another span that is open."""
     drawn = random.Random(seed)
-    names = [f"wait:{drawn.choice(('slot', 'server', 'quota'))}" for _ in range(drawn.randint(1, 90))]
+    names = [
+        f"wait:{drawn.choice(('slot', 'server', 'quota'))}" for _ in range(drawn.randint(1, 90))
+    ]
     culprits = drawn.sample(("tool:search", "environment:step", "reward"), drawn.randint(1, 3))
     names += culprits
     if drawn.random() < 0.5:

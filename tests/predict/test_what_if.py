@@ -1,4 +1,6 @@
-"""Critical paths and predictions of steps that are drawn by hand, through the API and the command."""
+"""Critical paths and predictions of steps that are drawn by hand,
+through the API and the command.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def path_of(found: Prediction) -> list[tuple[str, str, str, float]]:
         assert row.begin_us == pytest.approx(begin_us)
         begin_us += row.duration_us
     assert begin_us == pytest.approx(found.predicted_us)
-    return [(row.stage, row.who, row.kind, pytest.approx(row.duration_us / 1e6)) for row in found.path]
+    return [
+        (row.stage, row.who, row.kind, pytest.approx(row.duration_us / 1e6)) for row in found.path
+    ]
 
 
 def slack_of(found: Prediction) -> dict[tuple[str, str], float]:
@@ -54,7 +58,9 @@ def synchronous(folder: Path) -> None:
     drawn_inputs(folder, STAGES, workers)
 
 
-def test_the_path_of_a_synchronous_step_follows_the_last_worker_of_each_stage(tmp_path: Path) -> None:
+def test_the_path_of_a_synchronous_step_follows_the_last_worker_of_each_stage(
+    tmp_path: Path,
+) -> None:
     synchronous(tmp_path)
     found = open_step(tmp_path).what_if()
     assert path_of(found) == [
@@ -72,7 +78,9 @@ def test_the_path_of_a_synchronous_step_follows_the_last_worker_of_each_stage(tm
     assert slack["rollout", "rollout1"] == 1.9
     assert slack["update_actor", "actor_rank1"] == 0.9
     assert slack["update_actor", "actor_rank0"] == slack["reward", "controller"] == 0
-    assert found.assumed == ["a stage of the loop waits for the stages of workers with its name (4)"]
+    assert found.assumed == [
+        "a stage of the loop waits for the stages of workers with its name (4)"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +92,9 @@ def test_the_path_of_a_synchronous_step_follows_the_last_worker_of_each_stage(tm
         ({"balance": ["rollout"]}, 10 - 0.95),
     ],
 )
-def test_a_change_moves_all_that_waits_for_it(tmp_path: Path, changes: dict, seconds: float) -> None:
+def test_a_change_moves_all_that_waits_for_it(
+    tmp_path: Path, changes: dict, seconds: float
+) -> None:
     synchronous(tmp_path)
     found = open_step(tmp_path).what_if(**changes)
     assert found.predicted_us == pytest.approx(seconds * 1e6)
@@ -125,7 +135,9 @@ def test_the_ranked_list_predicts_what_each_option_predicts(tmp_path: Path) -> N
     assert tried == {"--scale", "--tool", "--unblock", "--no-tail"}
 
 
-def test_after_a_change_the_next_ones_are_ranked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_after_a_change_the_next_ones_are_ranked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A row has the step with both; a factor of the same stage is the product of both factors."""
     synchronous(tmp_path)
     given = ["--scale", "rollout=0.5", "--balance", "update_actor"]
@@ -160,7 +172,9 @@ def test_after_a_change_of_a_tool_its_new_time_is_halved(tmp_path: Path) -> None
 
 
 def test_path_and_changes_are_part_of_the_report(tmp_path: Path) -> None:
-    """As in the prediction; of the halved stages, tables show the best one without a change of its own."""
+    """As in the prediction; of the halved stages,
+    tables show the best one without a change of its own.
+    """
     synchronous(tmp_path)
     found, report = open_step(tmp_path).what_if(), open_step(tmp_path).report()
     assert (report.critical_path, report.what_would_help) == (found.path, found.what_would_help)
@@ -184,7 +198,9 @@ def test_a_failed_prediction_costs_two_tables_of_the_report(
 def test_the_path_is_the_first_process_of_the_timeline(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the option; a part of the step has its part of the path, and an error costs the path alone."""
+    """With the option; a part of the step has its part of the path,
+    and an error costs the path alone.
+    """
     synchronous(tmp_path)
     assert main(["merge", str(tmp_path)]) == 0
     events = read_events(Path(capsys.readouterr().out.split()[0]))
@@ -202,9 +218,16 @@ def test_the_path_is_the_first_process_of_the_timeline(
 
 
 def test_a_rollout_beside_the_training_is_not_on_the_path(tmp_path: Path) -> None:
-    """One step off: the loop waits for the responses of the last step, and trains while new ones are made."""
+    """One step off: the loop waits for the responses of the last step,
+    and trains while new ones are made.
+    """
     workers = [
-        engine(0, (0.0, 2.9), (3.2, 9.9), requests=[(-4, 2.9, 9), (3.2, 6.0, 9), (3.2, 7.9, 9), (4, 9.5, 9)]),
+        engine(
+            0,
+            (0.0, 2.9),
+            (3.2, 9.9),
+            requests=[(-4, 2.9, 9), (3.2, 6.0, 9), (3.2, 7.9, 9), (4, 9.5, 9)],
+        ),
         Worker("actor", 0, stages=[("update_actor", 3.1, 7.8)], kernels=WORKS),
     ]
     drawn_inputs(tmp_path, [("rollout", 0, 3), ("update_actor", 3, 8)], workers)
@@ -220,7 +243,9 @@ def test_a_rollout_beside_the_training_is_not_on_the_path(tmp_path: Path) -> Non
 
 
 def test_stages_of_two_tasks_of_the_loop_run_side_by_side(tmp_path: Path) -> None:
-    drawn_inputs(tmp_path, [("rollout", 0, 6), ("update_actor", 1, 4), ("update_critic", 4.5, 5)], [])
+    drawn_inputs(
+        tmp_path, [("rollout", 0, 6), ("update_actor", 1, 4), ("update_critic", 4.5, 5)], []
+    )
     found = open_step(tmp_path).what_if()
     assert path_of(found)[0] == ("rollout", "controller", "own code", 6.0)
     assert slack_of(found)["update_actor", "controller"] == 1.0
@@ -231,7 +256,9 @@ def agents(folder: Path, ends: Sequence[float] = (3.0, 3.5, 4.0, 8.0)) -> None:
     """Draw trajectories with a tool call of a second each; the last ones generate longer."""
     log = DrawnLog()
     for end in ends:
-        log.trajectory(0.5, end, ("generate", 0.5, end - 1.5), ("tool:search", end - 1.5, end - 0.5))
+        log.trajectory(
+            0.5, end, ("generate", 0.5, end - 1.5), ("tool:search", end - 1.5, end - 0.5)
+        )
     drawn_inputs(folder, [("rollout", 0, 8.2), ("update_actor", 8.2, 9)], [])
     log.add_to(folder)
 
@@ -330,7 +357,9 @@ def test_polls_for_nothing_recorded_take_their_time(tmp_path: Path) -> None:
 def test_requests_wait_for_an_engine_that_serves_one_at_a_time(
     tmp_path: Path, overlap: float, seconds: float
 ) -> None:
-    """All tools end at 4 s; then three requests follow each other, or each takes as long as recorded."""
+    """All tools end at 4 s; then three requests follow each other,
+    or each takes as long as recorded.
+    """
     log = DrawnLog()
     for number, served in enumerate([(1, 3), (3 - overlap, 5), (5, 7)]):
         log.trajectory(0, served[1], ("tool:search", 0, 1 + number / 2))
@@ -346,7 +375,9 @@ def test_requests_wait_for_an_engine_that_serves_one_at_a_time(
 
 
 def test_requests_that_enter_a_queue_together_keep_their_order(tmp_path: Path) -> None:
-    """The engine serves 1, 0 and 2, though 0 and 2 were sent before 1; a long call follows after 0."""
+    """The engine serves 1, 0 and 2, though 0 and 2 were sent before 1;
+    a long call follows after 0.
+    """
     log = DrawnLog()
     requests = [(3, 5, 9), (1.5, 3, 9), (5, 7, 9)]
     for number, (sent, (_, end, _)) in enumerate(zip((1, 1.5, 1.2), requests, strict=True)):
@@ -365,7 +396,9 @@ def test_requests_that_enter_a_queue_together_keep_their_order(tmp_path: Path) -
 
 
 def test_a_tool_takes_its_spans_along_and_leaves_other_calls(tmp_path: Path) -> None:
-    """Inner spans are part of a call, a call beside it is not, and one from before the step has no length."""
+    """Inner spans are part of a call, a call beside it is not,
+    and one from before the step has no length.
+    """
     log = DrawnLog()
     number = log.trajectory(0, 4.5)
     outer = log.span("tool:sandbox", 2, 4, number)
@@ -381,7 +414,9 @@ def test_a_tool_takes_its_spans_along_and_leaves_other_calls(tmp_path: Path) -> 
     slower = step.what_if(tools={"search": 3.0})
     assert slower.predicted_us == pytest.approx(7e6)
     assert slower.notes[0].startswith("extrapolated: calls of search took 600 ms to 600 ms")
-    (saved,) = (row for row in step.what_if().what_would_help if row.option.startswith("--tool sandbox="))
+    (saved,) = (
+        row for row in step.what_if().what_would_help if row.option.startswith("--tool sandbox=")
+    )
     assert saved.difference_us == pytest.approx(-1e6)
 
 
@@ -421,12 +456,16 @@ def test_loop_lag_goes_with_the_tool_that_blocks_the_loop(tmp_path: Path) -> Non
     drawn_inputs(tmp_path, [("rollout", 0, 4), ("update_actor", 4, 9)], [])
     log.add_to(tmp_path)
     step = open_step(tmp_path)
-    assert ("rollout", "agent_loop_rank0 g.1", "loop lag by tool:sandbox", 2.0) in path_of(step.what_if())
+    assert ("rollout", "agent_loop_rank0 g.1", "loop lag by tool:sandbox", 2.0) in path_of(
+        step.what_if()
+    )
     assert step.what_if(tools={"sandbox": 1.0}).predicted_us == pytest.approx(9e6)
     beside = step.what_if(unblock=["sandbox"])  # the search takes 1 s, the sandbox 2 s
     assert beside.predicted_us == pytest.approx(9e6)
     assert beside.changes == ["--unblock sandbox"]
-    assert step.what_if(unblock=["sandbox"], tools={"sandbox": 1.0}).predicted_us == pytest.approx(8e6)
+    assert step.what_if(unblock=["sandbox"], tools={"sandbox": 1.0}).predicted_us == pytest.approx(
+        8e6
+    )
     tried = {row.option: row.difference_us for row in step.what_if().what_would_help}
     assert tried["--unblock sandbox"] == pytest.approx(-1e6)
     with pytest.raises(
@@ -439,7 +478,11 @@ def test_all_ranks_leave_a_collective_when_the_last_one_has_entered(tmp_path: Pa
     """Rank 1 works until 7; rank 0 waits for it, and is last at the end."""
     ranks = [0, 1]
     first = [("gemm", 5, 6), in_group(("ncclDevKernel_AllReduce", 6, 7.2), ranks), ("gemm", 7.2, 8)]
-    second = [("gemm", 5, 7), in_group(("ncclDevKernel_AllReduce", 7, 7.2), ranks), ("gemm", 7.2, 7.4)]
+    second = [
+        ("gemm", 5, 7),
+        in_group(("ncclDevKernel_AllReduce", 7, 7.2), ranks),
+        ("gemm", 7.2, 7.4),
+    ]
     workers = [
         Worker("actor", 0, stages=[("update_actor", 5, 8)], kernels=first),
         Worker("actor", 1, stages=[("update_actor", 5, 7.4)], kernels=second),
@@ -453,7 +496,9 @@ def test_all_ranks_leave_a_collective_when_the_last_one_has_entered(tmp_path: Pa
     ]
     assert slack_of(found)["update_actor", "actor_rank0"] == 0
     balanced = open_step(tmp_path).what_if(balance=["update_actor"])
-    assert balanced.predicted_us == pytest.approx((10 - 0.5 - 0.3) * 1e6)  # of the time before, and after
+    assert balanced.predicted_us == pytest.approx(
+        (10 - 0.5 - 0.3) * 1e6
+    )  # of the time before, and after
 
 
 def test_idle_time_of_a_worker_on_the_path_is_said(tmp_path: Path) -> None:
@@ -471,7 +516,9 @@ def test_idle_time_of_a_worker_on_the_path_is_said(tmp_path: Path) -> None:
 def test_the_time_of_the_capture_itself_is_not_scaled(tmp_path: Path) -> None:
     """In a discrete capture, a tool starts and stops inside the loop's stage."""
     tool = [("start", 5.0, 5.5, "update_actor"), ("stop", 7.5, 8.0, "update_actor")]
-    worker = Worker("actor", mode="discrete", stages=[("update_actor", 5.5, 7.5)], kernels=WORKS, tool=tool)
+    worker = Worker(
+        "actor", mode="discrete", stages=[("update_actor", 5.5, 7.5)], kernels=WORKS, tool=tool
+    )
     drawn_inputs(tmp_path, STAGES, [worker])
     step = open_step(tmp_path)
     assert path_of(step.what_if())[2:5] == [
@@ -487,7 +534,9 @@ def test_the_time_of_the_capture_itself_is_not_scaled(tmp_path: Path) -> None:
 
 
 def test_ranks_of_an_spmd_program_are_called_by_nobody(tmp_path: Path) -> None:
-    """The path is that of rank 0, whose stages are the loop's; without a trace, nobody waits for rank 1."""
+    """The path is that of rank 0, whose stages are the loop's; without a trace,
+    nobody waits for rank 1.
+    """
     stages = [("rollout", 0, 4), ("update_actor", 5, 8)]
     workers = [Worker("actor", rank, stages=stages[:], kernels=WORKS) for rank in (0, 1)]
     workers[1].stages[1] = ("update_actor", 5.1, 7.9)
@@ -525,7 +574,10 @@ def test_a_worker_without_stages_leaves_the_time_to_the_loop(tmp_path: Path) -> 
     assert ("update_actor", "controller", "own code", 1.0) in path_of(found)
     assert any("the worker died" in sentence for sentence in found.missing)
     assert main(["what-if", str(tmp_path)]) == 1
-    rewrite(tmp_path, workers=[worker for worker in read_manifest(tmp_path).workers if not worker.stages])
+    rewrite(
+        tmp_path,
+        workers=[worker for worker in read_manifest(tmp_path).workers if not worker.stages],
+    )
     found = open_step(tmp_path).what_if()
     assert {row.who for row in found.path} == {"controller"}
     assert any(note.startswith("rollout waits for nothing recorded") for note in found.notes)
@@ -556,14 +608,20 @@ def test_the_command_prints_path_slack_and_changes(
     assert "did you mean 'rollout'?" in capsys.readouterr().err
 
 
-def test_a_damaged_trace_is_said_and_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_trace_is_said_and_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     synchronous(tmp_path)
     (tmp_path / "actor_rank0.torch.json.gz").write_bytes(b"no trace")
     assert main(["what-if", str(tmp_path)]) == 1
-    assert "missing: actor_rank0" in capsys.readouterr().out.replace(f"{tmp_path}/", "").replace("\n", " ")
+    assert "missing: actor_rank0" in capsys.readouterr().out.replace(f"{tmp_path}/", "").replace(
+        "\n", " "
+    )
 
 
-def test_a_step_without_the_stage_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_without_the_stage_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With a warning and exit code 1; a stage that no step has is a mistake."""
     for name, stages in (("a", STAGES), ("b", STAGES[:2])):
         (tmp_path / name).mkdir()
@@ -585,8 +643,14 @@ def test_a_step_without_the_stage_is_left_out(tmp_path: Path, capsys: pytest.Cap
         ({"tools": {"search": math.inf}}, "search=inf is not a finite number"),
         ({"no_tail": 0}, "above 0 and at most 100"),
         ({"tools": {"search": 1}}, "no complete call of 'search'; it has none of any name"),
-        ({"balance": ["reward"]}, "no stage 'reward' of several workers; choose from: rollout, update_actor"),
-        ({"balance": "rollout"}, "--balance: 'rollout' is no list of names, such as \\['search'\\]"),
+        (
+            {"balance": ["reward"]},
+            "no stage 'reward' of several workers; choose from: rollout, update_actor",
+        ),
+        (
+            {"balance": "rollout"},
+            "--balance: 'rollout' is no list of names, such as \\['search'\\]",
+        ),
         ({"unblock": None}, "--unblock: None is no list of names, such as \\['search'\\]"),
         (
             {"tools": {"search": "1s"}},
@@ -640,7 +704,9 @@ def test_wrong_values_are_refused(tmp_path: Path, wrong: list[str]) -> None:
 def test_plain_traces_have_a_path_through_their_collectives(tmp_path: Path) -> None:
     """Two ranks of real Megatron on CPU, without a manifest."""
     for rank in (0, 1):
-        shutil.copy(Path(__file__).parents[1] / "data" / f"megatron_tp2_rank{rank}.json.gz", tmp_path)
+        shutil.copy(
+            Path(__file__).parents[1] / "data" / f"megatron_tp2_rank{rank}.json.gz", tmp_path
+        )
     found = open_step(tmp_path).what_if()
     assert {row.kind for row in found.path} == {"work", "gloo:all_reduce", "delay"}
     assert path_of(found)
@@ -651,7 +717,9 @@ def test_plain_traces_have_a_path_through_their_collectives(tmp_path: Path) -> N
 def test_a_rollout_one_step_off_is_as_long_as_a_step_that_waits_for_it(
     tmp_path: Path, is_recorded: bool
 ) -> None:
-    """The engine takes 7 s, of which 4 s beside the training; steps without a wait would take 5 s."""
+    """The engine takes 7 s, of which 4 s beside the training;
+    steps without a wait would take 5 s.
+    """
     last = [("rollout", -4, 3)] if is_recorded else []
     stages = [("rollout", 0.5, 3), ("update_actor", 4, 7.5)]
     workers = [
@@ -681,7 +749,9 @@ def test_a_stage_that_waits_follows_the_stage_that_it_is_named_after(tmp_path: P
     log.trajectory(4, 14, ("generate", 4, 14))
     stages = [("rollout", 0, 3), ("wait:rollout", 0.1, 3.1), ("update_weights", 3.1, 4)]
     stages += [("rollout", 4, 10), ("update_actor", 4.1, 9.5)]
-    drawn_inputs(tmp_path, stages, [Worker("actor", stages=[("update_actor", 4.2, 9.4)], kernels=WORKS)])
+    drawn_inputs(
+        tmp_path, stages, [Worker("actor", stages=[("update_actor", 4.2, 9.4)], kernels=WORKS)]
+    )
     log.add_to(tmp_path)
     step = open_step(tmp_path)
     found = step.what_if()
@@ -696,8 +766,12 @@ def test_a_stage_that_waits_follows_the_stage_that_it_is_named_after(tmp_path: P
         step.what_if(steps_ahead=1)
 
 
-def test_a_rollout_that_ends_beside_the_training_is_waited_for_once_it_is_longer(tmp_path: Path) -> None:
-    """The loop sees its end in the next step. It takes 4 s after the weight update, and the training 9 s."""
+def test_a_rollout_that_ends_beside_the_training_is_waited_for_once_it_is_longer(
+    tmp_path: Path,
+) -> None:
+    """The loop sees its end in the next step. It takes 4 s after the weight update,
+    and the training 9 s.
+    """
     log = DrawnLog()
     log.trajectory(1, 5, ("generate", 1, 5))
     stages = [("wait:rollout", 0, 0.001), ("update_weights", 0.001, 1), ("rollout", 1, 10)]
@@ -715,27 +789,40 @@ def test_a_rollout_that_ends_beside_the_training_is_waited_for_once_it_is_longer
         ({"rollout": 0.1}, 10.0),
     ):
         assert step.what_if(scale=changes).predicted_us == pytest.approx(seconds * 1e6, rel=0.01)
-    rewrite(tmp_path, stages=[stage for stage in read_manifest(tmp_path).stages if "wait" not in stage.name])
+    rewrite(
+        tmp_path,
+        stages=[stage for stage in read_manifest(tmp_path).stages if "wait" not in stage.name],
+    )
     found = open_step(tmp_path).what_if()
     assert "rollout" not in {row.stage for row in found.path}
-    assert found.notes == ["rollout goes on after the step, so a change is not applied to all of it"]
+    assert found.notes == [
+        "rollout goes on after the step, so a change is not applied to all of it"
+    ]
 
 
-def test_a_wait_for_a_rollout_without_end_follows_the_trajectories_that_end_in_it(tmp_path: Path) -> None:
-    """As in a fully asynchronous trainer: samples come all the time, and the last one of a batch is late."""
+def test_a_wait_for_a_rollout_without_end_follows_the_trajectories_that_end_in_it(
+    tmp_path: Path,
+) -> None:
+    """As in a fully asynchronous trainer: samples come all the time,
+    and the last one of a batch is late.
+    """
     log = DrawnLog()
     log.trajectory(-4, 1, ("generate", -4, 1))
     log.trajectory(0.2, 2.9, ("generate", 0.2, 2.9))
     log.trajectory(1, 5, ("generate", 1, 5))
     stages = [("rollout", 0, 10), ("wait:rollout", 0, 3), ("update_actor", 3.1, 9.5)]
-    drawn_inputs(tmp_path, stages, [Worker("actor", stages=[("update_actor", 3.2, 9.4)], kernels=WORKS)])
+    drawn_inputs(
+        tmp_path, stages, [Worker("actor", stages=[("update_actor", 3.2, 9.4)], kernels=WORKS)]
+    )
     log.add_to(tmp_path)
     step = open_step(tmp_path)
     found = step.what_if()
     rows = [(stage, who, seconds) for stage, who, _, seconds in path_of(found)]
     assert ("rollout", "agent_loop_rank0 g.1", 2.7) in rows
     assert ("update_actor", "actor_rank0", 6.2) in rows
-    assert found.notes == ["rollout goes on after the step, so a change is not applied to all of it"]
+    assert found.notes == [
+        "rollout goes on after the step, so a change is not applied to all of it"
+    ]
     assert step.what_if(scale={"rollout": 0.5}).predicted_us == pytest.approx(8.65e6, rel=0.02)
     assert step.what_if(scale={"update_actor": 0.5}).predicted_us == pytest.approx(6.9e6, rel=0.02)
 
@@ -747,7 +834,9 @@ def test_the_next_rollout_begins_after_this_one_also_beside_other_tasks(tmp_path
     drawn_inputs(tmp_path, stages, engines)
     found = open_step(tmp_path).what_if(scale={"rollout": 3.0})
     assert found.predicted_us == pytest.approx(27.5e6)
-    assert not any(note.startswith("the predicted step is not the mean step") for note in found.notes)
+    assert not any(
+        note.startswith("the predicted step is not the mean step") for note in found.notes
+    )
 
 
 def test_steps_that_alternate_are_predicted_by_the_one_between(tmp_path: Path) -> None:
@@ -760,7 +849,9 @@ def test_steps_that_alternate_are_predicted_by_the_one_between(tmp_path: Path) -
 def test_a_note_says_that_the_steps_differ(tmp_path: Path) -> None:
     """What is left of the rollout shrinks by 60 ms in each step, and nobody waits for it."""
     engines = [Worker("rollout", replica=0, stages=[("rollout", -4, 3.9), ("rollout", 5.4, 14)])]
-    drawn_inputs(tmp_path, [("rollout", 0, 4), ("update_actor", 3, 8), ("mini", 8.74, 8.86)], engines)
+    drawn_inputs(
+        tmp_path, [("rollout", 0, 4), ("update_actor", 3, 8), ("mini", 8.74, 8.86)], engines
+    )
     found = open_step(tmp_path).what_if(scale={"mini": 1.5})
     assert found.predicted_us == pytest.approx(10.06e6)
     assert any(note.startswith("the predicted step is not the mean step") for note in found.notes)

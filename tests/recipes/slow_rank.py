@@ -1,4 +1,6 @@
-"""The recipe with a slow rank in one step: ``python -m tests.recipes.slow_rank SLOW_STEP OVERRIDES...``."""
+"""The recipe with a slow rank in one step: ``python -m tests.recipes.slow_rank
+SLOW_STEP OVERRIDES...``.
+"""
 
 import sys
 import time

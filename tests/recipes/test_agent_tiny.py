@@ -1,4 +1,6 @@
-"""The recipe of an agent, run as a user runs it: what its processes record, and what the report finds."""
+"""The recipe of an agent, run as a user runs it: what its processes record,
+and what the report finds.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,25 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers", reason="transformers is not installed; `make env` builds an environment")
+pytest.importorskip(
+    "transformers", reason="transformers is not installed; `make env` builds an environment"
+)
 
 from reader import run_module
 
 from verl_profiling.analysis import open_step
 from verl_profiling.trajectory_log import TrajectoryLog, read_log
 
-pytestmark = [pytest.mark.recipes, pytest.mark.timeout(300)]  # the first test of an engine runs the recipe
+pytestmark = [
+    pytest.mark.recipes,
+    pytest.mark.timeout(300),
+]  # the first test of an engine runs the recipe
 PROMPTS, GROUP, TURNS = 4, 4, 2
 
 
-@pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(
+    scope="module", params=["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
+)
 def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("agent_tiny")
     run_module(
@@ -65,7 +74,9 @@ def test_the_log_says_who_blocked(logs: list[TrajectoryLog]) -> None:
 
 
 def test_the_report_begins_with_the_tool_that_blocks(step: Path) -> None:
-    """The first finding names it, the processes whose event loops it blocked, and how many stood still."""
+    """The first finding names it, the processes whose event loops it blocked,
+    and how many stood still.
+    """
     first = open_step(step).report().findings[0]
     assert first.rule == "loop_blocked"
     assert set(first.lanes) == {"agent_loop_rank0", "agent_loop_rank1"}

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers", reason="transformers is not installed; `make env` builds an environment")
+pytest.importorskip(
+    "transformers", reason="transformers is not installed; `make env` builds an environment"
+)
 
 from reader import TRAIN, Reader
 from step_folders import read_events, spans_by_lane
@@ -75,7 +77,9 @@ def expected_artifacts(run: Run) -> set[str]:
 
 
 def test_it_learns(run: Run) -> None:
-    """Training raises the reward from near nothing to most of what there is, while being profiled."""
+    """Training raises the reward from near nothing to most of what there is,
+    while being profiled.
+    """
     if len(run.rewards) < 40:
         pytest.skip(f"{len(run.rewards)} steps are too few to learn; the run in e2e mode has 40")
     assert sum(run.rewards[:3]) / 3 < 0.2
@@ -83,7 +87,9 @@ def test_it_learns(run: Run) -> None:
 
 
 def test_every_artifact_is_there(run: Run) -> None:
-    """The manifest names one artifact per worker (and stage), each exists, and `check` finds no fault."""
+    """The manifest names one artifact per worker (and stage), each exists,
+    and `check` finds no fault.
+    """
     for folder in run.steps:
         manifest = read_manifest(folder)
         named = {artifact.path for worker in manifest.workers for artifact in worker.artifacts}
@@ -107,7 +113,9 @@ def test_artifacts_hold_their_stages(run: Run) -> None:
 
 
 def test_the_timeline_has_every_worker(run: Run) -> None:
-    """The controller, both ranks, both replicas and their requests have spans in the merged timeline."""
+    """The controller, both ranks, both replicas and their requests have spans
+    in the merged timeline.
+    """
     expected = {"controller", *ACTORS, *REPLICAS, *REQUESTS}
     for folder in run.steps:
         assert set(spans_by_lane(folder / "timeline.json.gz")) == expected
@@ -117,9 +125,13 @@ def test_effects_lie_inside_their_causes(run: Run) -> None:
     """In the timeline, a worker's stage lies inside the controller's stage of the same name."""
     for folder in run.steps:
         lanes = spans_by_lane(folder / "timeline.json.gz")
-        causes = {span["name"]: span for span in lanes.pop("controller") if span.get("cat") == "stage"}
+        causes = {
+            span["name"]: span for span in lanes.pop("controller") if span.get("cat") == "stage"
+        }
         for lane, spans in lanes.items():
-            effects = [span for span in spans if span.get("cat") == "stage" and span["name"] in causes]
+            effects = [
+                span for span in spans if span.get("cat") == "stage" and span["name"] in causes
+            ]
             assert {span["name"] for span in effects} >= (ACTOR_STAGES if lane in ACTORS else set())
             for effect in effects:
                 cause = causes[effect["name"]]
@@ -131,7 +143,9 @@ def test_effects_lie_inside_their_causes(run: Run) -> None:
 def test_rollout_requests_are_counted(run: Run) -> None:
     """Each of the step's 256 responses is in the manifest, with its length."""
     for folder in run.steps:
-        requests = [request for worker in read_manifest(folder).workers for request in worker.requests]
+        requests = [
+            request for worker in read_manifest(folder).workers for request in worker.requests
+        ]
         assert len(requests) == 256
         assert all(0 <= request.response_tokens <= task.RESPONSE_LENGTH for request in requests)
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers", reason="transformers is not installed; `make env` builds an environment")
+pytest.importorskip(
+    "transformers", reason="transformers is not installed; `make env` builds an environment"
+)
 
 from reader import run_module
 
@@ -32,4 +34,6 @@ def test_a_slow_rank_is_the_first_finding_of_its_step(tmp_path: Path) -> None:
     assert slow.text.startswith("actor_rank1 is slow in update_actor: ")
     assert 1.0 <= slow.seconds <= 3.0  # it slept for a second before each of two mini-batches
     healthy = [first_finding(tmp_path, step) for step in HEALTHY]
-    assert any(first is None or (first.rule, first.lanes) != (slow.rule, slow.lanes) for first in healthy)
+    assert any(
+        first is None or (first.rule, first.lanes) != (slow.rule, slow.lanes) for first in healthy
+    )

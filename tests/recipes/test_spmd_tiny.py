@@ -19,10 +19,16 @@ pytest.importorskip("hydra", reason="hydra-core is not installed; `make env` bui
 @pytest.mark.timeout(200)
 @pytest.mark.recipes
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
-def test_both_ranks_are_in_each_step(tmp_path: Path, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every artifact of both is whole when the run ends, and one timeline and one report hold them."""
+def test_both_ranks_are_in_each_step(
+    tmp_path: Path, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every artifact of both is whole when the run ends,
+    and one timeline and one report hold them.
+    """
     launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"
-    printed = run_module(*launcher, "recipes.spmd_tiny.train", f"output_dir={tmp_path}", f"profiling={mode}")
+    printed = run_module(
+        *launcher, "recipes.spmd_tiny.train", f"output_dir={tmp_path}", f"profiling={mode}"
+    )
     # Both ranks print into one pipe: what one logs may follow on a line of the other.
     rewards = [float(reward) for reward in re.findall(r"step \d+  reward (\d\.\d{3})", printed)]
     assert len(rewards) == 4
@@ -49,5 +55,7 @@ def test_both_ranks_are_in_each_step(tmp_path: Path, mode: str, capsys: pytest.C
     assert main(["report", str(run / "step_000002"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [worker["name"] for worker in report["workers"]] == ["actor_rank0", "actor_rank1"]
-    assert [stage["name"] for stage in report["stages"] if stage["name"] in ("rollout", "update_actor")]
+    assert [
+        stage["name"] for stage in report["stages"] if stage["name"] in ("rollout", "update_actor")
+    ]
     assert main(["merge", str(run)]) == 0

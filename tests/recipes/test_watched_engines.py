@@ -1,4 +1,6 @@
-"""The recipe's watch, on real engines: a replica becomes late, and is captured beside the healthy one."""
+"""The recipe's watch, on real engines: a replica becomes late,
+and is captured beside the healthy one.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers", reason="transformers is not installed; `make env` builds an environment")
+pytest.importorskip(
+    "transformers", reason="transformers is not installed; `make env` builds an environment"
+)
 
 from reader import run_module
 from test_grpo_tiny import REPLICAS
@@ -32,9 +36,13 @@ pytestmark = [pytest.mark.recipes, pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 def test_the_replica_that_is_late_is_captured_with_its_peer_and_nobody_else(tmp_path: Path) -> None:
-    """The stage `rollout` of both engines, and no training rank; the next capture is of all again."""
+    """The stage `rollout` of both engines, and no training rank;
+    the next capture is of all again.
+    """
     run_module("recipes.grpo_tiny.train", f"output_dir={tmp_path}", *SETTINGS)
-    manifests = [read_manifest(folder) for folder in sorted((tmp_path / "profiling").glob("step_*"))]
+    manifests = [
+        read_manifest(folder) for folder in sorted((tmp_path / "profiling").glob("step_*"))
+    ]
     aimed = [one for one in manifests if (one.trigger.noticed or 0) >= LATE_FROM]
     assert aimed, [one.trigger for one in manifests]
     assert aimed[0].trigger.suspects == ["rollout1_rank0"]

@@ -1,4 +1,6 @@
-"""A rank waits in a collective until the last one comes, and each instant of waiting counts once."""
+"""A rank waits in a collective until the last one comes,
+and each instant of waiting counts once.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 
 
 def ranks(*kernels: list[Drawn]) -> list[Worker]:
-    """Return actors with these kernels, each in its ``update_actor``, which ends with the last kernel."""
+    """Return actors with these kernels, each in its ``update_actor``,
+    which ends with the last kernel.
+    """
     end = max(stop for own in kernels for _, _, stop in own)
     return [
         Worker(
@@ -55,7 +59,9 @@ def test_the_example_of_the_page(tmp_path: Path) -> None:
 
 
 def test_calls_of_one_collective_count_once_where_they_match(tmp_path: Path) -> None:
-    """Two that wait at the same time are one wait; a call that one rank did not record is left out."""
+    """Two that wait at the same time are one wait;
+    a call that one rank did not record is left out.
+    """
     early: list[Drawn] = [(REDUCE, 1, 4), (REDUCE, 2, 5), (GATHER, 0, 5)]
     late: list[Drawn] = [(REDUCE, 3, 4), (REDUCE, 4, 5), (GATHER, 4.5, 5)]
     report = report_of(tmp_path, [("update_actor", 0, 5)], ranks(early, late))
@@ -81,7 +87,10 @@ def test_calls_match_by_order_and_end(tmp_path: Path, seed: int) -> None:
         drawn.choice(("first", "last", "hole", "both", "")),
     )
     period = drawn.choice((0.0, drawn.uniform(0.01, 0.05)))  # without: calls at irregular times
-    ends = [at * (period or 0.05) + drawn.uniform(0, 0.01 if not period else 0) + 0.1 for at in range(count)]
+    ends = [
+        at * (period or 0.05) + drawn.uniform(0, 0.01 if not period else 0) + 0.1
+        for at in range(count)
+    ]
     late = [[drawn.uniform(0.001, 0.009) for _ in ends] for _ in range(size)]
     for at in range(count):
         late[drawn.randrange(size)][at] = 0.0005  # the last one to enter
@@ -97,25 +106,34 @@ def test_calls_match_by_order_and_end(tmp_path: Path, seed: int) -> None:
         for rank, own in enumerate(late)
     ]
     workers = [
-        Worker(role, rank, kernels=own) for role in ("actor", "critic") for rank, own in enumerate(kernels)
+        Worker(role, rank, kernels=own)
+        for role in ("actor", "critic")
+        for rank, own in enumerate(kernels)
     ]
     report = report_of(tmp_path, [("rollout", 0, 3)], workers, end=3)
     waits = [sum(own[at] - min(other[at] for other in late) for at in common) for own in late]
-    assert [row.waiting_us / 1e6 for row in report.workers] == pytest.approx([*waits, *waits], abs=1e-6)
+    assert [row.waiting_us / 1e6 for row in report.workers] == pytest.approx(
+        [*waits, *waits], abs=1e-6
+    )
     missing = 2 * sum(len(own) - len(common) for own in kept)
     assert any(note.startswith(f"{missing} of ") for note in report.notes) == bool(missing)
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_hosts_whose_clocks_are_apart_wait_as_long(tmp_path: Path, seed: int) -> None:
-    """Traces of two hosts: clocks apart by calls, or one profiler a call later; unknown with other counts."""
+    """Traces of two hosts: clocks apart by calls, or one profiler a call later;
+    unknown with other counts.
+    """
     drawn = random.Random(seed)
     kind = ("apart", "later", "fewer")[seed % 3]
     offset_us = drawn.uniform(5_000, 90_000) if kind == "apart" else drawn.uniform(0, 300)
     period, count = drawn.uniform(5_000, 20_000), drawn.randint(20, 60)
     begins = [at * period + drawn.uniform(0, 0.02 * period) for at in range(count + 1)]
     late = [
-        [drawn.uniform(0.1, 0.5) * period if at // 2 % 2 == rank else 0.0 for at in range(count + 1)]
+        [
+            drawn.uniform(0.1, 0.5) * period if at // 2 % 2 == rank else 0.0
+            for at in range(count + 1)
+        ]
         for rank in (0, 1)
     ]
     kept = {"apart": (range(count), range(count)), "later": (range(count), range(1, count + 1))}
@@ -127,7 +145,11 @@ def test_hosts_whose_clocks_are_apart_wait_as_long(tmp_path: Path, seed: int) ->
         for at in at_calls:
             begin, end = begins[at] + late[rank][at], begins[at] + 0.6 * period
             place = {"pid": 0, "tid": 20, "ts": begin + rank * offset_us, "dur": end - begin}
-            args = {"Collective name": "allreduce", "Process Group Ranks": "[0, 1]", "Group size": 2}
+            args = {
+                "Collective name": "allreduce",
+                "Process Group Ranks": "[0, 1]",
+                "Group size": 2,
+            }
             events.append({"ph": "X", "cat": "kernel", "name": REDUCE, "args": args, **place})
         about = {"host_name": f"node{rank}", "distributedInfo": {"rank": rank, "world_size": 2}}
         trace = json.dumps({**about, "traceEvents": events})
@@ -143,7 +165,9 @@ CALL = st.tuples(st.sampled_from((REDUCE, GATHER)), st.integers(0, 60), st.integ
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.lists(CALL, min_size=1, max_size=6), min_size=2, max_size=4))
-def test_a_rank_waits_at_most_as_long_as_it_communicates(calls: list[list[tuple[str, int, int]]]) -> None:
+def test_a_rank_waits_at_most_as_long_as_it_communicates(
+    calls: list[list[tuple[str, int, int]]],
+) -> None:
     """Whatever overlaps; and a stage is divided into work and waiting."""
     end = max(a + b for own in calls for _, a, b in own) / 10
     drawn = [[(name, a / 10, (a + b) / 10) for name, a, b in own] for own in calls]
@@ -158,8 +182,12 @@ def test_a_rank_waits_at_most_as_long_as_it_communicates(calls: list[list[tuple[
         assert slow.behind_us >= 0
 
 
-def steps(folder: Path, ranks: Sequence[Sequence[Kernel]], groups: list[list[int]] | None = None) -> Report:
-    """Return the report of ranks with these kernels, which are in ``update_actor`` for four seconds."""
+def steps(
+    folder: Path, ranks: Sequence[Sequence[Kernel]], groups: list[list[int]] | None = None
+) -> Report:
+    """Return the report of ranks with these kernels,
+    which are in ``update_actor`` for four seconds.
+    """
     stage = ("update_actor", 0, 4)
     workers = [
         Worker("actor", rank, stages=[stage], kernels=own, groups=groups or [])
@@ -176,7 +204,9 @@ def nobody_is_blamed(report: Report) -> bool:
 
 
 def test_groups_of_unequal_speed_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    """Two tensor-parallel groups that were split from one, and have its name; in each all come at once."""
+    """Two tensor-parallel groups that were split from one, and have its name;
+    in each all come at once.
+    """
     slow = [("gemm", 0, 1), in_group((REDUCE, 1, 3), [0, 1]), ("gemm", 3, 4)]
     fast = [("gemm", 0, 1), in_group((REDUCE, 1, 1.1), [2, 3]), ("gemm", 1.1, 4)]
     report = steps(tmp_path, [slow, slow, fast, fast])
@@ -185,7 +215,10 @@ def test_groups_of_unequal_speed_do_not_wait_for_each_other(tmp_path: Path) -> N
     assert not any(report.lost_s.values())
     assert [row.behind_us for row in report.stragglers] == [0.0]
     assert "straggler" not in {finding.rule for finding in report.findings}
-    assert {(row.group, row.wait_us) for row in report.collectives} == {("[0, 1]", 0.0), ("[2, 3]", 0.0)}
+    assert {(row.group, row.wait_us) for row in report.collectives} == {
+        ("[0, 1]", 0.0),
+        ("[2, 3]", 0.0),
+    }
 
 
 def test_each_wait_is_of_one_group(tmp_path: Path) -> None:
@@ -202,16 +235,27 @@ def test_each_wait_is_of_one_group(tmp_path: Path) -> None:
         rank([2, 3], [1, 3], 3, 3.2),
     ]
     report = steps(tmp_path, ranks)
-    assert waiting(report) == {"actor_rank0": 2.0, "actor_rank1": 2.0, "actor_rank2": 2.0, "actor_rank3": 0.0}
+    assert waiting(report) == {
+        "actor_rank0": 2.0,
+        "actor_rank1": 2.0,
+        "actor_rank2": 2.0,
+        "actor_rank3": 0.0,
+    }
     (slow,) = report.stragglers
-    assert (slow.slowest, slow.slowest_us, slow.behind_us) == ("actor_rank3", 4e6, pytest.approx(6e6))
+    assert (slow.slowest, slow.slowest_us, slow.behind_us) == (
+        "actor_rank3",
+        4e6,
+        pytest.approx(6e6),
+    )
     late = {row.group: row.late for row in report.collectives}
     assert late["[2, 3]"] == late["[1, 3]"] == "actor_rank3"
     assert late["[0, 2]"] == "actor_rank2"
 
 
 @pytest.mark.parametrize("collective", ["send", "recv", "coalesced", ""])
-def test_sends_and_receives_of_a_pipeline_make_nobody_wait_for_all(collective: str, tmp_path: Path) -> None:
+def test_sends_and_receives_of_a_pipeline_make_nobody_wait_for_all(
+    collective: str, tmp_path: Path
+) -> None:
     """Stages of a pipeline send one another as often; which one waits for which is not known."""
     groups = [[0, 1]]
     first, last = (SEND, 1, 1.5), (SEND, 1, 3)
@@ -241,7 +285,9 @@ def test_ranks_that_were_not_captured_may_be_the_last(tmp_path: Path) -> None:
     report = steps(tmp_path, ranks)
     assert waiting(report) == {"actor_rank0": 1.0, "actor_rank1": 0.0}
     assert [(row.late, row.late_share) for row in report.collectives] == [("", 0.0)]
-    assert report.stragglers == []  # rank 1 may have waited for 2 s, so rank 0 may have worked as long
+    assert (
+        report.stragglers == []
+    )  # rank 1 may have waited for 2 s, so rank 0 may have worked as long
     ranks = [
         [("gemm", 0, 1), in_group((REDUCE, 1, 4), [0, 1])],
         [("gemm", 0, 2), in_group((REDUCE, 2, 4), [2, 3])],
@@ -254,8 +300,12 @@ def test_ranks_that_were_not_captured_may_be_the_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("groups", [[], [[0, 1], [0, 1, 2, 3]]])
-def test_a_collective_without_a_group_is_matched_with_none(groups: list[list[int]], tmp_path: Path) -> None:
-    """The header of a trace names no group, as in old ones, or several: with gloo, or in a CUDA graph."""
+def test_a_collective_without_a_group_is_matched_with_none(
+    groups: list[list[int]], tmp_path: Path
+) -> None:
+    """The header of a trace names no group, as in old ones, or several: with gloo,
+    or in a CUDA graph.
+    """
     ranks = [[("gemm", 0, 1 + rank / 2), (REDUCE, 1 + rank / 2, 4)] for rank in range(4)]
     assert nobody_is_blamed(steps(tmp_path, ranks, groups))
 

@@ -1,4 +1,6 @@
-"""Which events are work of a device, on real traces of several vendors and on ones that nobody has seen."""
+"""Which events are work of a device, on real traces of several vendors and on ones
+that nobody has seen.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def only_row(name: str) -> WorkerRow:
     return row
 
 
-def event(category: str, begin: float, end: float, *, pid: object = 0, **more: Any) -> dict[str, Any]:
+def event(
+    category: str, begin: float, end: float, *, pid: object = 0, **more: Any
+) -> dict[str, Any]:
     times = {"ts": begin, "dur": end - begin}
     return {"ph": "X", "cat": category, "name": "work", "pid": pid, "tid": 7, **times, **more}
 
@@ -69,7 +73,9 @@ def report_of(folder: Path, events: list[dict[str, Any]], **header: Any) -> Repo
 
 
 def test_a_damaged_or_odd_trace_costs_itself(tmp_path: Path) -> None:
-    """An empty event behind the last is none; a whole trace without work is noted, and costs its lane."""
+    """An empty event behind the last is none; a whole trace without work is noted,
+    and costs its lane.
+    """
     report = report_of(tmp_path, [event("kernel", 0, 10), event("kernel", 20, 30), {}])
     assert (report.coverage.missing, report.coverage.events, report.notes) == ([], 2, [])
     assert report.workers[0].busy_us == 20
@@ -87,7 +93,9 @@ def test_an_mtia_accelerator_is_a_device() -> None:
     device = [e for e in complete("mtia.json.gz") if e["cat"] == "mtia_ccp_events"]
     assert (row.device, row.accelerator) == (True, "MTIA 9")
     assert row.busy_us == pytest.approx(covered_us(device), abs=1)
-    assert row.memcpy_us == pytest.approx(covered_us(e for e in device if e["name"] == "dma_request"), abs=1)
+    assert row.memcpy_us == pytest.approx(
+        covered_us(e for e in device if e["name"] == "dma_request"), abs=1
+    )
     assert 100 * row.idle_us / row.span_us == pytest.approx(42.22, abs=0.1)
     assert 100 * row.compute_us / row.span_us == pytest.approx(54.84, abs=0.1)
     row = only_row("mtia_inference.json.gz")
@@ -102,9 +110,13 @@ def test_an_mtia_accelerator_is_a_device() -> None:
 
 
 def test_tasks_of_an_npu_add_up_to_its_own_analysis() -> None:
-    """Tasks of the type ``Other`` compute, if they have the name of an operator: 1,788 of 11,270 us."""
+    """Tasks of the type ``Other`` compute, if they have the name of an operator:
+    1,788 of 11,270 us.
+    """
     row = only_row("ascend_trace_view.json.gz")
-    theirs = covered_us(e for e in complete("ascend_trace_view.json.gz") if e["name"] == "Computing")
+    theirs = covered_us(
+        e for e in complete("ascend_trace_view.json.gz") if e["name"] == "Computing"
+    )
     assert (row.device, row.accelerator) == (True, "NPU")
     assert row.compute_us == pytest.approx(theirs, abs=1)
     assert row.compute_us == pytest.approx(1788, abs=1)
@@ -148,14 +160,18 @@ def test_nothing_recognised_is_not_zero(
     events: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A trace without known work says what is in it, and exits with an error."""
-    with pytest.raises(TraceFormatError, match="only odd, python_function" if events else "holds no events"):
+    with pytest.raises(
+        TraceFormatError, match="only odd, python_function" if events else "holds no events"
+    ):
         report_of(tmp_path, events)
     assert main(["report", str(tmp_path)]) != 0
     assert "busy" not in capsys.readouterr().out
 
 
 def test_several_devices_are_one_row_each(tmp_path: Path) -> None:
-    """A process that drives two GPUs has two rows, which add up, and share host, file and collectives."""
+    """A process that drives two GPUs has two rows, which add up, and share host,
+    file and collectives.
+    """
     reduce = {"name": "ncclDevKernel_AllReduce", "args": IN_A_GROUP}
     first = [event("kernel", 0, 10, pid=0), event("kernel", 20, 50, pid=0, **reduce)]
     second = [event("kernel", 0, 5, pid=1), event("kernel", 30, 50, pid=1, **reduce)]
@@ -171,7 +187,9 @@ def test_several_devices_are_one_row_each(tmp_path: Path) -> None:
 
 
 def test_a_stray_copy_on_another_device_hides_no_collective(tmp_path: Path) -> None:
-    """A rank that touches a second GPU without communicating there is compared with the others as before."""
+    """A rank that touches a second GPU without communicating there is compared
+    with the others as before.
+    """
     for rank, end in ((0, 50), (1, 40)):
         reduce = event("kernel", 20, end, pid=rank, name="ncclDevKernel_AllReduce", args=IN_A_GROUP)
         stray = [event("gpu_memcpy", 0, 1, pid=0, name="Memcpy")] if rank else []
@@ -199,13 +217,17 @@ def test_a_gpu_trace_cut_off_before_its_kernels_stays_one(
     events: list[dict[str, Any]], header: dict[str, Any], tmp_path: Path
 ) -> None:
     """Kineto writes the host first; without what follows, nothing is known of the device."""
-    content = json.dumps({"baseTimeNanoseconds": BASE_NS, **header, "traceEvents": [*events, OPERATOR]})
+    content = json.dumps(
+        {"baseTimeNanoseconds": BASE_NS, **header, "traceEvents": [*events, OPERATOR]}
+    )
     (tmp_path / "rank0.json").write_text(content[: content.rindex("dur")])
     report = open_step(tmp_path).report()
     (row,) = report.workers
     assert row.device
     assert (row.span_us, row.busy_us, row.idle_us) == (0, 0, 0)
-    assert any("so the work of the device is unknown" in missing for missing in report.coverage.missing)
+    assert any(
+        "so the work of the device is unknown" in missing for missing in report.coverage.missing
+    )
     assert report.lost[0].seconds == 0
 
 
@@ -218,7 +240,10 @@ def test_a_whole_trace_of_launches_says_that_no_kernel_was_recorded(tmp_path: Pa
 
 def test_users_add_names_of_communication(tmp_path: Path) -> None:
     """By an argument or an option; the report says that it was asked for."""
-    report_of(tmp_path, [event("kernel", 0, 10, name="my_ring<int>"), event("kernel", 20, 25, name="gemm")])
+    report_of(
+        tmp_path,
+        [event("kernel", 0, 10, name="my_ring<int>"), event("kernel", 20, 25, name="gemm")],
+    )
     report = open_step(tmp_path, communication=["^my_.*<int>"]).report()
     assert (report.workers[0].communication_us, report.workers[0].compute_us) == (10, 5)
     assert report.notes == ["counted as communication by the option: ^my_.*<int>"]
@@ -230,11 +255,17 @@ def test_users_add_names_of_communication(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("vendor", ["mlu", "gcu", "zpu"])
-def test_what_forks_of_kineto_call_their_own_is_known_by_its_end(vendor: str, tmp_path: Path) -> None:
+def test_what_forks_of_kineto_call_their_own_is_known_by_its_end(
+    vendor: str, tmp_path: Path
+) -> None:
     """Forks name categories after their vendor and leave ``kernel`` as it is."""
     host = [event(f"{vendor}_runtime", 0, 90, pid=HOST), OPERATOR]
     marks = [event(f"{vendor}_user_annotation", 0, 80), event(f"{vendor}_sync", 60, 80)]
-    work = [event("kernel", 10, 30), event(f"{vendor}_memcpy", 40, 45), event(f"{vendor}_memset", 50, 51)]
+    work = [
+        event("kernel", 10, 30),
+        event(f"{vendor}_memcpy", 40, 45),
+        event(f"{vendor}_memset", 50, 51),
+    ]
     report = report_of(tmp_path, [*host, *marks, *work])
     (row,) = report.workers
     assert (row.compute_us, row.memcpy_us, row.busy_us, row.unrecognised_us) == (20, 6, 26, 0)
@@ -243,18 +274,22 @@ def test_what_forks_of_kineto_call_their_own_is_known_by_its_end(vendor: str, tm
 
 # Names as profilers wrote them.
 COMMUNICATION = (
-    "void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*, unsigned)",
+    "void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, "
+    "16>(c10::BFloat16*, unsigned)",
     "_ZN5aiter26cross_device_reduce_2stageIDF16bLi8ELb0EEEv",
-    "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<1, half>(int)",
+    "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<1, "
+    "half>(int)",
     "void deep_ep::legacy::intranode::notify_dispatch<8>(int const*)",
 )
 COMPUTATION = (
     "void SmallReduceKernel<float>(float*)",
-    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float> >(at::native::ReduceOp<float>)",
+    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float> "
+    ">(at::native::ReduceOp<float>)",
     "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*)",
     "void cutlass::device_kernel<cutlass::sm90_allreduce_nvls<float> >(Params)",
     "void fused_moe::combine<__nv_bfloat16>(int*)",
-    "std::enable_if<(((8)>(0)))&&vllm::_typeConvert<half>::exists, void>::type vllm::fused_add_rms_norm",
+    "std::enable_if<(((8)>(0)))&&vllm::_typeConvert<half>::exists, void>::type "
+    "vllm::fused_add_rms_norm",
     "void deep_ep::legacy::layout::get_dispatch_layout<256, 32, 8>(long const*)",
     "void at::native::(anonymous namespace)::scatter_reduce_kernel<deep_ep::Buffer>(int)",
     "void dpsk::ep::cuda::get_dispatch_layout<256>(long const*)",
@@ -269,7 +304,9 @@ def test_these_kernels_communicate(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMPUTATION)
 def test_these_kernels_compute(name: str) -> None:
-    """Neither a similar word nor a type among the arguments makes a kernel one that communicates."""
+    """Neither a similar word nor a type among the arguments makes a kernel one
+    that communicates.
+    """
     assert not communicates()(name)
 
 
@@ -290,7 +327,9 @@ def test_a_row_of_the_table_matches_its_example(row: Pattern) -> None:
     assert communicates()(row.example)
 
 
-@pytest.mark.parametrize("name", ["<" * 100_000, "(" * 5_000 + ")" * 5_000, "x<" * 4_000 + ">" * 4_000, ""])
+@pytest.mark.parametrize(
+    "name", ["<" * 100_000, "(" * 5_000 + ")" * 5_000, "x<" * 4_000 + ">" * 4_000, ""]
+)
 def test_names_of_any_form_are_looked_at_in_bounded_time(name: str) -> None:
     """Brackets without end, or without a name, are no reason to wait."""
     assert not communicates()(name)

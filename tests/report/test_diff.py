@@ -100,11 +100,16 @@ def printed(diff: Diff, width: int) -> str:
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_the_table_fits_the_terminal(report: Report, width: int) -> None:
-    """Changes are printed with their sign, numbers in one piece, and what is not shown is counted."""
-    longer = [msgspec.structs.replace(row, name=f"{row.name}<{'x' * 99}>") for row in report.kernels]
+    """Changes are printed with their sign, numbers in one piece,
+    and what is not shown is counted.
+    """
+    longer = [
+        msgspec.structs.replace(row, name=f"{row.name}<{'x' * 99}>") for row in report.kernels
+    ]
     diff = compare(
         [with_stage(report, 0.001), with_stage(report, 0.001)],
-        [msgspec.structs.replace(with_stage(report, 0.0012), kernels=[*report.kernels, *longer])] * 2,
+        [msgspec.structs.replace(with_stage(report, 0.0012), kernels=[*report.kernels, *longer])]
+        * 2,
     )
     text = printed(diff, width)
     assert re.search(r"update_actor +1\.00 ms +1\.20 ms +\+200 us +\+20\.0% +±0 s", text)
@@ -117,7 +122,9 @@ def test_the_table_fits_the_terminal(report: Report, width: int) -> None:
 def test_what_fails_says_what_it_rests_on(
     report: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The limit, the floor, the change with its largest cause and the basis; with JSON on standard error."""
+    """The limit, the floor, the change with its largest cause and the basis;
+    with JSON on standard error.
+    """
     sides = []
     for name, seconds, lost_s in (("report-a.json", 1.0, 2.0), ("report-b.json", 1.1, 3.0)):
         sides.append(str(tmp_path / name))
@@ -128,7 +135,8 @@ def test_what_fails_says_what_it_rests_on(
     line = capsys.readouterr().out.splitlines()[-1]
     assert line == (
         "slower by more than 5% and 10.0 ms: update_actor (+100 ms, +10%); most by straggler wait "
-        "(+1.00 s, +50%) (1 step(s) before and 1 after; the noise is unknown, because only several steps on "
+        "(+1.00 s, +50%) (1 step(s) before and 1 after; the noise is unknown, because only "
+        "several steps on "
         "both sides show it)"
     )
     assert main(["diff", *sides, "--fail-above", "5%", "--json"]) == 1
@@ -140,7 +148,9 @@ def test_what_fails_says_what_it_rests_on(
 
 
 @pytest.mark.parametrize("value", ["nan", "-1", "much"])
-def test_a_limit_is_a_number_that_can_be_exceeded(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_limit_is_a_number_that_can_be_exceeded(
+    value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as left:
         main(["diff", "a", "b", f"--fail-above={value}"])
     assert left.value.code == 2

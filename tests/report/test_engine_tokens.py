@@ -1,4 +1,6 @@
-"""Tokens of an engine: new ones are those that it produced; what it computed again is counted apart."""
+"""Tokens of an engine: new ones are those that it produced;
+what it computed again is counted apart.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ CACHED = 5  # of the 10 prompt tokens of a drawn request
 
 
 class Engine:
-    """Generates responses of drawn lengths, now and then interrupted, with the names of vLLM or SGLang."""
+    """Generates responses of drawn lengths, now and then interrupted,
+    with the names of vLLM or SGLang.
+    """
 
     def __init__(self, chance: random.Random, name: str) -> None:
         self.chance, self.name = chance, name
@@ -32,13 +36,19 @@ class Engine:
             for number, length in enumerate(lengths):
                 ends[number] = self.now() if length == 1 else 0.0
             while any(one < length for one, length in zip(made, lengths, strict=True)):
-                running = [number for number in range(len(lengths)) if made[number] < lengths[number]]
+                running = [
+                    number for number in range(len(lengths)) if made[number] < lengths[number]
+                ]
                 scheduled = new = prompts = 0
                 for number in running:
                     interrupted = self.chance.random() < 0.15
-                    accepted = min(self.chance.randint(0, self.drafts), lengths[number] - made[number] - 1)
+                    accepted = min(
+                        self.chance.randint(0, self.drafts), lengths[number] - made[number] - 1
+                    )
                     lost = 10 + made[number] - 1 if interrupted else self.drafts - accepted
-                    if interrupted and self.name == "SGLang":  # its prompt and response are one new prompt
+                    if (
+                        interrupted and self.name == "SGLang"
+                    ):  # its prompt and response are one new prompt
                         prompts += lost + 1
                     else:
                         scheduled += lost + 1 + (0 if interrupted else accepted)
@@ -49,7 +59,9 @@ class Engine:
                         ends[number] = -1.0
                 self.iterate(scheduled, new, prompts)
                 ends = [self.now() if end < 0 else end for end in ends]
-            self.requests += [(begin, end, length) for end, length in zip(ends, lengths, strict=True)]
+            self.requests += [
+                (begin, end, length) for end, length in zip(ends, lengths, strict=True)
+            ]
             if self.name == "vLLM":
                 self.empty += 1
                 self.add("execute_context_0(0)_generation_0(0)")
@@ -57,7 +69,9 @@ class Engine:
     def now(self) -> float:
         return len(self.iterations) * TICK
 
-    def iterate(self, scheduled: int = 0, generating: int = 0, prompts: int = 0, context: int = 0) -> None:
+    def iterate(
+        self, scheduled: int = 0, generating: int = 0, prompts: int = 0, context: int = 0
+    ) -> None:
         if self.name == "vLLM":
             self.add(f"execute_context_{context}({prompts})_generation_{generating}({scheduled})")
             return
@@ -72,7 +86,9 @@ class Engine:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_new_tokens_are_those_that_the_engine_produced(seed: int, tmp_path: Path) -> None:
-    """With preemptions, retractions, drafts, iterations of nothing; without requests, at most one a pass."""
+    """With preemptions, retractions, drafts, iterations of nothing; without requests,
+    at most one a pass.
+    """
     engine = Engine(random.Random(seed), ("vLLM", "SGLang")[seed % 2])
     engine.run()
     end = engine.now()
@@ -87,7 +103,10 @@ def test_new_tokens_are_those_that_the_engine_produced(seed: int, tmp_path: Path
     [row] = report_of(tmp_path, stages, [worker], end).engines
     produced = sum(length for _, _, length in engine.requests)
     assert row.iterations == len(engine.iterations) - engine.empty
-    assert (row.prefill_tokens, row.decode_tokens) == ((10 - CACHED) * len(engine.requests), produced)
+    assert (row.prefill_tokens, row.decode_tokens) == (
+        (10 - CACHED) * len(engine.requests),
+        produced,
+    )
     assert row.again_tokens == engine.again
     worker.requests = []
     [row] = report_of(tmp_path, stages, [worker], end).engines

@@ -1,4 +1,6 @@
-"""Terminal, page, CSV, data frames and TensorBoard hold the tables of the report, all of them alike."""
+"""Terminal, page, CSV, data frames and TensorBoard hold the tables of the report,
+all of them alike.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,14 @@ def test_every_table_is_on_every_face(tmp_path: Path) -> None:
     log.add_to(folder)
     suspects = {"suspects": ["actor_rank2"], "peers": ["actor_rank0"]}
     trigger = Trigger(kind="anomaly", sign="leader", stage="update_actor", **suspects)
-    rewrite(folder, policy_version=5, trigger=trigger, outside=[StageSpan("validate", ns(14), ns(16))])
+    rewrite(
+        folder, policy_version=5, trigger=trigger, outside=[StageSpan("validate", ns(14), ns(16))]
+    )
     rewrite_worker(
-        folder, "actor_rank0", metrics={"throughput": 2.0}, tool_spans=[ToolSpan("start", ns(-1), ns(0))]
+        folder,
+        "actor_rank0",
+        metrics={"throughput": 2.0},
+        tool_spans=[ToolSpan("start", ns(-1), ns(0))],
     )
     step = open_step(folder)
     report = step.report()
@@ -67,9 +74,11 @@ def test_tensorboard_has_scalars_in_one_run(tmp_path: Path) -> None:
     loaded = accumulator.EventAccumulator(str(curves)).Reload()
     tags = loaded.Tags()
     assert all(tag.startswith("profiling/") for tag in tags["scalars"])
-    assert {"profiling/step_s", "profiling/stage/update_actor_s", "profiling/lost/unexplained_s"} <= set(
-        tags["scalars"]
-    )
+    assert {
+        "profiling/step_s",
+        "profiling/stage/update_actor_s",
+        "profiling/lost/unexplained_s",
+    } <= set(tags["scalars"])
     points = loaded.Scalars("profiling/step_s")
     assert [(point.step, point.value) for point in points] == [
         (report.step, pytest.approx(report.span_us / 1e6)) for report in reports
@@ -106,7 +115,9 @@ def report(tmp_path: Path) -> Report:
 
 
 def test_what_the_loop_did_around_the_step_is_on_every_face(report: Report, tmp_path: Path) -> None:
-    """A stage inside of another one is no row; a pause of a quarter of the step is the last finding."""
+    """A stage inside of another one is no row;
+    a pause of a quarter of the step is the last finding.
+    """
     rows = {row.name: row for row in report.outside}
     assert list(rows) == ["capture_start", "capture_stop", "validate"]
     assert (rows["validate"].runs, rows["validate"].duration_us) == (2, 12e6)

@@ -43,35 +43,52 @@ def without_manifest(folder: Path) -> Report:
 
 
 def test_a_synchronous_loop_is_no_finding(tmp_path: Path) -> None:
-    """Most of a healthy step is waiting; communication of lanes that are hardly busy is none either."""
+    """Most of a healthy step is waiting; communication of lanes
+    that are hardly busy is none either.
+    """
     stages = [("rollout", 0, 6), ("update_actor", 6, 10)]
     actors = [
-        Worker("actor", rank, stages=[("update_actor", 6, 10)], kernels=[("gemm", 6, 10)]) for rank in (0, 1)
+        Worker("actor", rank, stages=[("update_actor", 6, 10)], kernels=[("gemm", 6, 10)])
+        for rank in (0, 1)
     ]
     report = report_of(tmp_path, stages, [*actors, engine(0, (0, 6))])
     assert {row.cause: row.seconds for row in report.lost}["waiting_for_rollout"] == 12
     assert report.findings == []
     kernels: list[Drawn] = [("k", 1, 1.01), (REDUCE, 1.01, 1.1)]
-    actors = [Worker("actor", rank, stages=[("update_actor", 0, 9)], kernels=kernels) for rank in (0, 1)]
+    actors = [
+        Worker("actor", rank, stages=[("update_actor", 0, 9)], kernels=kernels) for rank in (0, 1)
+    ]
     report = report_of(tmp_path, [("update_actor", 0, 9)], actors)
     assert "exposed_communication" not in rules(report)
 
 
-def test_the_verdict_is_a_line_and_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verdict_is_a_line_and_an_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The slow rank is named, though it is idle and the other one busy from begin to end."""
     fast = Worker("actor", 0, stages=WHOLE, kernels=[("gemm", 0, 10)])
     report_of(tmp_path, WHOLE, [fast, replace(fast, rank=1)])
     assert main(["report", "--verdict", str(tmp_path)]) == EXIT_OK
     assert capsys.readouterr().out == "1 step: nothing stands out\n"
     slow = replace(fast, rank=1, kernels=[("gemm", 0, 4), (REDUCE, 9, 10)])
-    report = report_of(tmp_path, WHOLE, [replace(fast, kernels=[("gemm", 0, 4), (REDUCE, 4, 10)]), slow])
-    assert (said(report, "straggler").seconds, "host_bound" in rules(report)) == (pytest.approx(5), False)
+    report = report_of(
+        tmp_path, WHOLE, [replace(fast, kernels=[("gemm", 0, 4), (REDUCE, 4, 10)]), slow]
+    )
+    assert (said(report, "straggler").seconds, "host_bound" in rules(report)) == (
+        pytest.approx(5),
+        False,
+    )
     assert main(["report", "--verdict", "--json", str(tmp_path)]) == EXIT_FINDING
     printed = capsys.readouterr()
     [line] = printed.err.splitlines()
-    slow_rank = "step 1: actor_rank1 is slow in update_actor: it took 10.0 s without waits, the other worker"
+    slow_rank = (
+        "step 1: actor_rank1 is slow in update_actor: it took 10.0 s without waits, "
+        "the other worker"
+    )
     assert line.startswith(f"{slow_rank} 5.00 s")
-    assert "waiting. Would help most: update_actor balanced (--balance update_actor), -25% of" in line
+    assert (
+        "waiting. Would help most: update_actor balanced (--balance update_actor), -25% of" in line
+    )
     assert json.loads(printed.out)["findings"][0]["lanes"] == ["actor_rank1"]
 
 
@@ -87,16 +104,22 @@ def test_a_run_without_captures_beside_another_fails_the_verdict(
     assert main(["report", "--verdict", str(captured), str(run)]) == EXIT_FINDING
     printed = capsys.readouterr()
     assert printed.out == "1 step: nothing stands out\n"
-    assert printed.err.startswith(f"warning: {run}: No step was captured. schedule.steps lists steps")
+    assert printed.err.startswith(
+        f"warning: {run}: No step was captured. schedule.steps lists steps"
+    )
 
 
 def small_straggler(folder: Path, trigger: Trigger, marked: bool, late: float = 99.5) -> Report:
-    """Return a step of 100 s in which rank 1 keeps rank 0 waiting for 0.4 s, and much else is wrong."""
+    """Return a step of 100 s in which rank 1 keeps rank 0 waiting for 0.4 s,
+    and much else is wrong.
+    """
     stages = [("rollout", 0, 99), ("update_actor", 99, 100)]
     workers = []
     for rank, ready in ((0, 99.1), (1, late)):
         own = (
-            [("compute", 99, ready), ("update_actor", ready, 100)] if marked else [("update_actor", 99, 100)]
+            [("compute", 99, ready), ("update_actor", ready, 100)]
+            if marked
+            else [("update_actor", 99, 100)]
         )
         kernels = [("gemm", 99, ready), (REDUCE, ready, 99.6), ("gemm", 99.6, 100)]
         workers.append(Worker("actor", rank, stages=own, kernels=kernels, recorded=(0, 100)))
@@ -114,9 +137,14 @@ def test_the_last_to_the_collectives_of_the_stage_that_was_asked_for_comes_first
     sign = "slow_stage" if kind == "anomaly" else ""
     report = small_straggler(tmp_path, Trigger(kind=kind, sign=sign, stage="update_actor"), marked)
     first = report.findings[0]
-    assert (first.rule, first.lanes, first.seconds) == ("straggler", ["actor_rank1"], pytest.approx(0.4))
+    assert (first.rule, first.lanes, first.seconds) == (
+        "straggler",
+        ["actor_rank1"],
+        pytest.approx(0.4),
+    )
     assert first.text == (
-        "Of the captured ranks, actor_rank1 is the last to enter the collectives of update_actor: the "
+        "Of the captured ranks, actor_rank1 is the last to enter the collectives of "
+        "update_actor: the "
         "others waited 400 ms for it."
     )
 
@@ -128,7 +156,9 @@ def test_a_rank_that_is_a_little_later_is_no_cause_where_all_are_slow(
     """By a tenth of the stage; where the watch suspects it, it is."""
     trigger = Trigger(kind="anomaly", sign="slow_stage", stage="update_actor", suspects=suspects)
     texts = [finding.text for finding in small_straggler(tmp_path, trigger, False, 99.2).findings]
-    assert ("Of the captured ranks, actor_rank1 is the last" in "".join(texts[:1])) == bool(suspects)
+    assert ("Of the captured ranks, actor_rank1 is the last" in "".join(texts[:1])) == bool(
+        suspects
+    )
 
 
 def test_nobody_comes_last_without_a_stage_or_in_turn(tmp_path: Path) -> None:
@@ -137,7 +167,9 @@ def test_nobody_comes_last_without_a_stage_or_in_turn(tmp_path: Path) -> None:
     assert "is the last to enter" not in " ".join(one.text for one in report.findings)
     begins = {0: (1.0, 3.4), 1: (1.4, 3.0)}
     workers = [
-        Worker("actor", rank, stages=[("update_actor", 0, 4)], kernels=[(REDUCE, a, 2), (REDUCE, b, 4)])
+        Worker(
+            "actor", rank, stages=[("update_actor", 0, 4)], kernels=[(REDUCE, a, 2), (REDUCE, b, 4)]
+        )
         for rank, (a, b) in begins.items()
     ]
     report_of(tmp_path, [("update_actor", 0, 4)], workers, 4)
@@ -200,7 +232,9 @@ def test_a_late_replica_is_named(tmp_path: Path) -> None:
 def test_a_slow_host_is_named(tmp_path: Path) -> None:
     kernels: list[Drawn] = [("k", second, second + 0.2) for second in range(10)]
     calls: list[Drawn] = [("cudaLaunchKernel", second, second + 0.1) for second in range(10)]
-    report = report_of(tmp_path, WHOLE, [Worker("actor", stages=WHOLE, kernels=kernels, calls=calls)])
+    report = report_of(
+        tmp_path, WHOLE, [Worker("actor", stages=WHOLE, kernels=kernels, calls=calls)]
+    )
     assert "while their hosts were at work" in said(report, "host_bound").text
 
 
@@ -219,7 +253,9 @@ def test_plain_traces_have_no_stages_to_speak_of(on_device: bool, tmp_path: Path
     """Without a manifest nothing is said of stages, of the loop or of the capture."""
     busy: list[Drawn] = [("k", 0, 1), ("k", 9, 10)]
     operators: list[Drawn] = [("aten::mm", 0, 5)] if on_device else busy
-    report_of(tmp_path, [], [Worker("actor", kernels=busy if on_device else [], operators=operators)])
+    report_of(
+        tmp_path, [], [Worker("actor", kernels=busy if on_device else [], operators=operators)]
+    )
     report = without_manifest(tmp_path)
     assert not report.captured
     assert rules(report) == (["host_bound", "unexplained"] if on_device else ["unexplained"])
@@ -230,12 +266,16 @@ def test_plain_traces_have_no_stages_to_speak_of(on_device: bool, tmp_path: Path
 
 
 def test_a_loop_without_stages_is_asked_for_them(tmp_path: Path) -> None:
-    """Time in no stage is what stage() names; a synchronising copy has words and advice of its own."""
+    """Time in no stage is what stage() names;
+    a synchronising copy has words and advice of its own.
+    """
     report = report_of(tmp_path, [], [Worker("actor", kernels=[("k", 0, 4)])])
     assert rules(report) == ["between_stages"]
     assert "stage()" in report.findings[0].advice
     calls: list[Drawn] = [("cudaMemcpyAsync", 0, 6)]
-    report = report_of(tmp_path, WHOLE, [Worker("actor", stages=WHOLE, kernels=[("k", 6, 10)], calls=calls)])
+    report = report_of(
+        tmp_path, WHOLE, [Worker("actor", stages=WHOLE, kernels=[("k", 6, 10)], calls=calls)]
+    )
     assert rules(report) == ["host_blocked"]
     assert "launch" not in report.findings[0].text
     assert "pinned" in report.findings[0].advice
@@ -282,7 +322,9 @@ def test_there_are_at_most_five_and_each_has_seconds_and_lanes(tmp_path: Path) -
 
 
 def test_advice_to_record_more_stands_behind_a_culprit(tmp_path: Path) -> None:
-    """Most seconds are in no stage, or of CPU lanes without an operator; the slow rank comes first."""
+    """Most seconds are in no stage, or of CPU lanes without an operator;
+    the slow rank comes first.
+    """
     firsts = {}
     for kind in ("device", "cpu"):
         folder = tmp_path / kind
@@ -295,7 +337,9 @@ def test_advice_to_record_more_stands_behind_a_culprit(tmp_path: Path) -> None:
             for rank in range(2)
         ]
         workers = [Worker("actor", rank, stages=own[rank], **works[rank]) for rank in range(2)]
-        report = report_of(folder, [("train", 0, 2)], workers, end=10.0 if kind == "device" else 2.1)
+        report = report_of(
+            folder, [("train", 0, 2)], workers, end=10.0 if kind == "device" else 2.1
+        )
         assert report.findings[1].seconds > report.findings[0].seconds
         firsts[kind] = rules(report)
     assert firsts == {"device": ["straggler", "between_stages"], "cpu": ["straggler", "host_bound"]}
@@ -311,15 +355,22 @@ def test_a_replica_that_is_slow_at_each_token_is_advised_on_its_host(tmp_path: P
             engine(replica, (0, end), requests=[(0, end, made)])
             for replica, end, made in ((0, 2.0, first), (1, 2.0, 100), (2, 4.0, tokens))
         ]
-        advice[case] = said(report_of(folder, [("rollout", 0, 4)], engines, end=4.5), "long_tail").advice
-    assert advice["slow"].startswith("compare host and device of rollout2 with those of the other replicas: ")
+        advice[case] = said(
+            report_of(folder, [("rollout", 0, 4)], engines, end=4.5), "long_tail"
+        ).advice
+    assert advice["slow"].startswith(
+        "compare host and device of rollout2 with those of the other replicas: "
+    )
     assert advice["long"] == advice["other"] == ""
 
 
-def test_a_capture_of_the_watch_names_the_replica_that_is_slow_at_each_token(tmp_path: Path) -> None:
+def test_a_capture_of_the_watch_names_the_replica_that_is_slow_at_each_token(
+    tmp_path: Path,
+) -> None:
     """Also if no other replica waits for it; without such a request, it is no finding."""
     engines = [
-        engine(replica, (0, 4), requests=[(0, 4, 50 if replica == 2 else 100)]) for replica in range(3)
+        engine(replica, (0, 4), requests=[(0, 4, 50 if replica == 2 else 100)])
+        for replica in range(3)
     ]
     assert "slow_replica" not in rules(report_of(tmp_path, [("rollout", 0, 4)], engines))
     rewrite(tmp_path, trigger=Trigger(kind="anomaly", sign="slow_stage", stage="rollout"))
@@ -337,7 +388,11 @@ def test_a_capture_of_the_watch_names_the_replica_that_is_slow_at_each_token(tmp
 def test_a_long_tail_says_that_the_last_response_is_long(tmp_path: Path, seed: int) -> None:
     """By the tokens of requests, if the last response has more than 1.5 times the median."""
     drawn = random.Random(seed)
-    usual, ratio, replicas = drawn.randint(50, 500), drawn.choice([1.0, 1.4, 1.8, 3.0]), drawn.randint(2, 5)
+    usual, ratio, replicas = (
+        drawn.randint(50, 500),
+        drawn.choice([1.0, 1.4, 1.8, 3.0]),
+        drawn.randint(2, 5),
+    )
     last = drawn.randrange(replicas)
     engines = []
     for replica in range(replicas):
@@ -365,10 +420,16 @@ def test_the_capture_of_a_stage_has_findings_on_that_stage_only(tmp_path: Path, 
     }
     everything = report_of(tmp_path, stages, [*actors, *engines], end=12)
     rewrite(tmp_path, trigger=Trigger(kind="anomaly", sign="slow_stage", stage=stage))
-    of_all = {*of_stage["update_actor"], *of_stage["reward"], *of_stage["rollout"], "between_stages"}
+    of_all = {
+        *of_stage["update_actor"],
+        *of_stage["reward"],
+        *of_stage["rollout"],
+        "between_stages",
+    }
     assert len({*rules(everything)} & of_all) > 2
     artifacts = [
-        msgspec.structs.replace(one, stage=stage) for one in read_manifest(tmp_path).workers[0].artifacts
+        msgspec.structs.replace(one, stage=stage)
+        for one in read_manifest(tmp_path).workers[0].artifacts
     ]
     rewrite_worker(tmp_path, "actor_rank0", artifacts=artifacts)
     said_of = {*rules(open_step(tmp_path).report())} & of_all

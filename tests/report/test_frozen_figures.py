@@ -1,4 +1,6 @@
-"""`report` says of real traces, drawn steps and demos what it said when their figures were written."""
+"""`report` says of real traces, drawn steps and demos what it said
+when their figures were written.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_figures_of_real_traces_are_what_they_were(
     for name, figures in were["workers"].items():
         assert {key: lanes[name][key] for key in figures} == pytest.approx(figures)
     kernels = {row["name"]: [row["calls"], row["self_us"]] for row in report["kernels"]}
-    collectives = {row["name"]: [row["calls"], row["wait_us"], row["late"]] for row in report["collectives"]}
+    collectives = {
+        row["name"]: [row["calls"], row["wait_us"], row["late"]] for row in report["collectives"]
+    }
     lost = {row["cause"]: row["seconds"] for row in report["lost"]}
     assert {name: kernels[name] for name in were["kernels"]} == were["kernels"]
     assert collectives == were["collectives"]
@@ -52,7 +56,9 @@ def figures_of(report: Report) -> dict[str, float]:
     found |= {f"lost {row.cause}": row.seconds * 1e6 for row in report.lost}
     found |= {f"waiting in {row.stage}": row.behind_us for row in report.stragglers}
     found |= {f"{row.worker} per token": row.per_token_p50_us or 0.0 for row in report.replicas}
-    return found | {" ".join(["finding", row.rule, *row.lanes]): row.seconds * 1e6 for row in report.findings}
+    return found | {
+        " ".join(["finding", row.rule, *row.lanes]): row.seconds * 1e6 for row in report.findings
+    }
 
 
 def drawn_figures(folder: Path, fault: str) -> dict[str, float]:
@@ -68,7 +74,9 @@ def demo_figures(folder: Path) -> dict[str, dict[str, float]]:
         report = open_step(step).report()
         found[step.name] = figures_of(report)
         if report.rollout is not None:
-            found[step.name] |= {f"cause {row.cause}": row.seconds * 1e6 for row in report.rollout.causes}
+            found[step.name] |= {
+                f"cause {row.cause}": row.seconds * 1e6 for row in report.rollout.causes
+            }
     return found
 
 
@@ -80,7 +88,9 @@ def test_figures_of_drawn_steps_are_what_they_were(tmp_path: Path, fault: str) -
 
 
 def test_figures_of_the_demos_captures_are_what_they_were(tmp_path: Path) -> None:
-    """Steps of `make demo-discrete` and `make demo-agent`: figures within a hundredth, or a microsecond."""
+    """Steps of `make demo-discrete` and `make demo-agent`: figures within a hundredth,
+    or a microsecond.
+    """
     found = demo_figures(tmp_path)
     were = json.loads(DEMOS.read_text())
     assert found.keys() == were.keys()

@@ -1,4 +1,6 @@
-"""Steps that were captured on an H100 (``tests/data/README.md``), as the report shows them without a GPU."""
+"""Steps that were captured on an H100 (``tests/data/README.md``),
+as the report shows them without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def test_a_kernel_without_the_number_of_its_launch_is_counted_where_it_begins(
     step = shutil.copytree(H100 / "late_kernels/step_000001", tmp_path / "step_000001")
     for trace in step.glob("*.json.gz"):
         content = gzip.decompress(trace.read_bytes())
-        trace.write_bytes(gzip.compress(re.sub(rb'"correlation": \d+', b'"correlation": ' + number, content)))
+        trace.write_bytes(
+            gzip.compress(re.sub(rb'"correlation": \d+', b'"correlation": ' + number, content))
+        )
     calls = Counter[str]()
     for row in open_step(step).report().kernels:
         calls[row.stage] += row.calls
@@ -42,7 +46,9 @@ def test_a_kernel_without_the_number_of_its_launch_is_counted_where_it_begins(
 
 
 def test_a_trainer_and_vllm_with_cuda_graphs_share_a_gpu() -> None:
-    """One device with two lanes; kernels that graphs replay are in the rollout: two layers in 12 batches."""
+    """One device with two lanes; kernels that graphs replay are in the rollout:
+    two layers in 12 batches.
+    """
     report = open_step(H100 / "vllm/step_000004").report()
     [device] = report.devices
     assert (device.lanes, device.kind) == (["actor_rank0", "rollout0_rank0"], "cuda")
@@ -75,7 +81,11 @@ def test_a_merged_timeline_keeps_each_allocation(tmp_path: Path) -> None:
     merged = tmp_path / "merged.json.gz"
     open_step(H100 / "memory.torch.json.gz").merge(merged)
     before, after = (
-        [event["args"]["Bytes"] for event in read_trace(path)["traceEvents"] if event["name"] == "[memory]"]
+        [
+            event["args"]["Bytes"]
+            for event in read_trace(path)["traceEvents"]
+            if event["name"] == "[memory]"
+        ]
         for path in (H100 / "memory.torch.json.gz", merged)
     )
     assert len(before) == 2376
@@ -86,8 +96,12 @@ def test_a_merged_timeline_keeps_each_allocation(tmp_path: Path) -> None:
 def test_an_idle_gpu_is_told_from_one_that_another_profiler_records(
     tmp_path: Path, trace: str, lost: str
 ) -> None:
-    """Without kernels, Kineto's own synchronization shows that CUPTI was not held by somebody else."""
-    expected = Artifact(path="actor_rank0.torch.json.gz", lane="actor_rank0", tool="torch", status="missing")
+    """Without kernels, Kineto's own synchronization shows that CUPTI was not held
+    by somebody else.
+    """
+    expected = Artifact(
+        path="actor_rank0.torch.json.gz", lane="actor_rank0", tool="torch", status="missing"
+    )
     raw = tmp_path / "raw"
     raw.write_bytes(gzip.decompress((H100 / f"{trace}.torch.json.gz").read_bytes()))
     artifact = output_of_trace(raw, tmp_path / expected.path, expected, device="cuda").finish()

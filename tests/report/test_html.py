@@ -26,7 +26,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 def test_the_page_is_well_formed_and_self_contained(report: Report) -> None:
-    """Every element is closed, nothing is fetched, and libraries have their versions and licences in it."""
+    """Every element is closed, nothing is fetched,
+    and libraries have their versions and licences in it.
+    """
     page = render_html(report)
     assert Elements(page).outside == []
     assert not re.search(r"@import|url\((?!data:|#)", page)
@@ -69,7 +71,13 @@ def hostile(report: Report, name: str) -> Report:
         lost=[msgspec.structs.replace(row, cause=name) for row in report.lost],
         stragglers=[
             StragglerRow(
-                stage=name, role=name, workers=9, slowest=name, slowest_us=9e9, median_us=1, wait_us=1
+                stage=name,
+                role=name,
+                workers=9,
+                slowest=name,
+                slowest_us=9e9,
+                median_us=1,
+                wait_us=1,
             )
         ],
         collectives=[
@@ -86,7 +94,9 @@ def hostile(report: Report, name: str) -> Report:
 
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_names_cannot_break_out_of_the_page(report: Report, name: str) -> None:
-    """Any characters of a stage, lane, kernel, cause, metric or folder are text: no element comes of them."""
+    """Any characters of a stage, lane, kernel, cause, metric or folder are text:
+    no element comes of them.
+    """
     page = render_html(hostile(report, name))
     elements = Elements(page)
     assert elements.outside == []

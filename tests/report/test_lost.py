@@ -49,7 +49,9 @@ def drawn(tmp_path: Path) -> Report:
 
 
 def test_a_fast_rank_waits_for_rollout_tail_reward_straggler_and_weights(drawn: Report) -> None:
-    """Half of the replicas are done at 3 s (the median of 2 and 4), so the tail is from 3 s to 4 s."""
+    """Half of the replicas are done at 3 s (the median of 2 and 4),
+    so the tail is from 3 s to 4 s.
+    """
     assert seconds(drawn, "actor_rank0") == {
         "waiting_for_rollout": 3.0,
         "long_tail": 1.0,
@@ -62,7 +64,9 @@ def test_a_fast_rank_waits_for_rollout_tail_reward_straggler_and_weights(drawn: 
 
 
 def test_an_engine_waits_for_requests_and_for_the_other_replica(drawn: Report) -> None:
-    """Before its first iteration, between iterations, after its last, and outside of the rollout."""
+    """Before its first iteration, between iterations, after its last,
+    and outside of the rollout.
+    """
     assert seconds(drawn) == {
         "waiting_for_rollout": 0.5,
         "host_bound": 0.5,
@@ -102,7 +106,9 @@ def test_engines_tell_prefill_decode_and_the_tail(drawn: Report) -> None:
 
 
 def test_requests_decide_when_a_replica_is_done(tmp_path: Path) -> None:
-    """Latency, length and tokens are theirs; a rank that works beside the rollout does not wait for it."""
+    """Latency, length and tokens are theirs; a rank
+    that works beside the rollout does not wait for it.
+    """
     requests = [(0, 1, 10), (0, 2, 20), (1, 3, 30)]
     report = report_of(
         tmp_path, STAGES, [Worker("rollout", replica=0, kernels=[("k", 0, 1)], requests=requests)]
@@ -122,24 +128,38 @@ def test_requests_decide_when_a_replica_is_done(tmp_path: Path) -> None:
 
 
 def test_a_host_in_a_blocking_call_does_not_fail_to_launch(tmp_path: Path) -> None:
-    """By the names of three vendors: what waits, copies or allocates blocks, what launches does not."""
-    blocking = ["cudaMemcpy", "cuMemcpyHtoD_v2", "cudaMalloc", "cuMemAlloc_v2", "cudaDeviceSynchronize"]
+    """By the names of three vendors: what waits, copies or allocates blocks,
+    what launches does not.
+    """
+    blocking = [
+        "cudaMemcpy",
+        "cuMemcpyHtoD_v2",
+        "cudaMalloc",
+        "cuMemAlloc_v2",
+        "cudaDeviceSynchronize",
+    ]
     blocking += ["cuCtxSynchronize", "hipMemcpyWithStream", "hipDeviceSynchronize"]
     blocking += ["AscendCL@aclrtMemcpy", "AscendCL@aclrtSynchronizeStreamWithTimeout"]
     others = ["cudaMallocAsync", "cudaStreamWaitEvent", "cudaEventRecord", "hipGraphLaunch"]
     calls = [(name, at, at + 0.5) for at, name in enumerate([*blocking, *others])]
     calls += [("cudaMemcpyAsync", 14, 14.00001), ("cudaStreamSynchronize", 14.5, 15)]
     stage = ("update_actor", 0, 16)
-    worker = Worker("actor", stages=[stage], kernels=[("gemm", 15, 16)], calls=calls, recorded=(0, 16))
+    worker = Worker(
+        "actor", stages=[stage], kernels=[("gemm", 15, 16)], calls=calls, recorded=(0, 16)
+    )
     report = report_of(tmp_path, [stage], [worker], end=16)
     assert seconds(report, "actor_rank0") == {"host_blocked": 5.5, "host_bound": 9.5}
 
 
-def test_a_pause_of_the_garbage_collector_has_the_time_in_which_the_device_waits(tmp_path: Path) -> None:
+def test_a_pause_of_the_garbage_collector_has_the_time_in_which_the_device_waits(
+    tmp_path: Path,
+) -> None:
     """Not where the device has work, and not in a weight update; 4% of the time are a finding."""
     stages = [("update_actor", 0, 9), ("update_weights", 9, 10)]
     pauses = [(1, 1.5), (4, 4.4), (9.2, 9.4)]
-    worker = Worker("actor", stages=[stages[0]], kernels=[("gemm", 0, 4), ("gemm", 4.4, 9)], pauses=pauses)
+    worker = Worker(
+        "actor", stages=[stages[0]], kernels=[("gemm", 0, 4), ("gemm", 4.4, 9)], pauses=pauses
+    )
     report = report_of(tmp_path, stages, [worker])
     assert seconds(report, "actor_rank0") == pytest.approx({"gc": 0.4, "weight_sync": 1.0})
     (finding,) = [one for one in report.findings if one.rule == "gc"]
@@ -151,7 +171,12 @@ def test_a_weight_update_is_divided_by_its_parts(tmp_path: Path) -> None:
     """The own process comes first, then the loop, then the process that the others wait for."""
     report = report_of(
         tmp_path,
-        [("update_actor", 0, 2), ("update_weights", 2, 10), ("abort", 2, 5, 1), ("resume", 9, 9.5, 1)],
+        [
+            ("update_actor", 0, 2),
+            ("update_weights", 2, 10),
+            ("abort", 2, 5, 1),
+            ("resume", 9, 9.5, 1),
+        ],
         [
             Worker(
                 "actor",
@@ -184,7 +209,9 @@ def test_a_weight_update_without_parts_is_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_causes_add_up_to_all_idle_time(tmp_path: Path, mode: str, shared: bool) -> None:
-    """In a real capture no instant is lost and none counts twice, also where two lanes share a device."""
+    """In a real capture no instant is lost and none counts twice,
+    also where two lanes share a device.
+    """
     folder = build_step(tmp_path, mode=mode, rank1_clock_ns=777)
     if shared:
         rewrite_worker(folder, "actor_rank0", "rollout0", devices=[Device(kind="cuda", uuid="one")])
@@ -200,11 +227,18 @@ def test_causes_add_up_to_all_idle_time(tmp_path: Path, mode: str, shared: bool)
 
 
 def test_lost_is_one_quantity_with_its_unit_everywhere(tmp_path: Path) -> None:
-    """Lane-seconds that are idle or wait: of 4 s, rank 0 waits 1 s for rank 1, and both are idle for 1 s."""
+    """Lane-seconds that are idle or wait: of 4 s, rank 0 waits 1 s for rank 1,
+    and both are idle for 1 s.
+    """
     folder = tmp_path / "step_000001"
     folder.mkdir()
     workers = [
-        Worker("actor", rank, stages=[("train", 0, 3)], kernels=[("gemm", 0, at), ("nccl_AllReduce", at, 3)])
+        Worker(
+            "actor",
+            rank,
+            stages=[("train", 0, 3)],
+            kernels=[("gemm", 0, at), ("nccl_AllReduce", at, 3)],
+        )
         for rank, at in ((0, 1), (1, 2))
     ]
     report = report_of(folder, [("train", 0, 3)], workers, end=4.0)
@@ -236,7 +270,9 @@ def idle_engine(
 
 @pytest.mark.parametrize("stage", ["rollout", "validate", ""])
 def test_time_without_a_request_is_no_time_of_the_host(tmp_path: Path, stage: str) -> None:
-    """Between turns of a tool it waits for requests, in a rollout, a validation, or a loop without stages."""
+    """Between turns of a tool it waits for requests, in a rollout, a validation,
+    or a loop without stages.
+    """
     report = idle_engine(tmp_path, [(0, 1, 4), (3, 6, 4), (9, 10, 4)], stage=stage)
     assert seconds(report) == {"no_requests": 5.0, "queued": 0.3, "host_bound": 1.7}
 
@@ -262,7 +298,9 @@ def test_requests_before_and_after_the_capture_are_on_their_way(tmp_path: Path) 
 
 def test_an_engine_that_got_no_request_had_none(tmp_path: Path) -> None:
     """An empty log is knowledge, too; what its iterations did was for requests from before."""
-    assert "no_requests" not in seconds(idle_engine(tmp_path, []))  # the last iteration ends with the rollout
+    assert "no_requests" not in seconds(
+        idle_engine(tmp_path, [])
+    )  # the last iteration ends with the rollout
     idle = Worker("rollout", replica=0, kernels=[("dummy", 0, 1), ("dummy", 9, 10)], logged=True)
     [row] = report_of(tmp_path, [("rollout", 0, 10)], [idle]).workers
     assert row.lost_us["no_requests"] == 8e6
@@ -274,7 +312,9 @@ def test_without_a_log_it_is_not_known_and_said(tmp_path: Path) -> None:
     assert seconds(report) == {"host_bound": 7.0}
     assert any("rollout0 were not logged" in note for note in report.notes)
     assert not any("not logged" in note for note in idle_engine(tmp_path, [(0, 9, 1)]).notes)
-    assert not any("not logged" in note for note in idle_engine(tmp_path, [], pending=(8.0, 9.0)).notes)
+    assert not any(
+        "not logged" in note for note in idle_engine(tmp_path, [], pending=(8.0, 9.0)).notes
+    )
 
 
 GPU = Device(kind="cuda", index=0, uuid="8932f937-d72c-4106-c12f-20bd9faed9f6", place="node7/0")
@@ -282,12 +322,19 @@ OTHER = Device(kind="cuda", index=0, uuid="0032f937-d72c-4106-c12f-20bd9faed9f6"
 
 
 def colocated(folder: Path, actor: Sequence[Device], server: Sequence[Device]) -> Report:
-    """A step of 10 s: the engine computes 2 of the first 3 s, the actor 2 of the 3 of its update."""
+    """A step of 10 s: the engine computes 2 of the first 3 s,
+    the actor 2 of the 3 of its update.
+    """
     return report_of(
         folder,
         STAGES,
         [
-            Worker("actor", stages=[("update_actor", 5, 8)], kernels=[("gemm", 5, 7)], devices=list(actor)),
+            Worker(
+                "actor",
+                stages=[("update_actor", 5, 8)],
+                kernels=[("gemm", 5, 7)],
+                devices=list(actor),
+            ),
             engine(0, (0, 1), (2, 3), requests=[(0, 3, 8)], logged=True, devices=list(server)),
         ],
     )
@@ -300,7 +347,8 @@ def test_a_shared_device_is_busy_while_any_of_its_lanes_is(tmp_path: Path) -> No
     assert (row.lanes, row.roles) == (["actor_rank0", "rollout0_rank0"], ["actor", "rollout"])
     assert (row.span_us, row.busy_us, row.idle_us) == (10e6, 4e6, 6e6)
     assert {cause: us / 1e6 for cause, us in row.lost_us.items() if us} == {
-        "host_bound": 2.0,  # between iterations, where the actor waits; in the update, where the engine does
+        # between iterations, where the actor waits; in the update, where the engine does
+        "host_bound": 2.0,
         "after_generation": 1.0,
         "other_stages": 1.0,
         "weight_sync": 1.0,
@@ -308,8 +356,14 @@ def test_a_shared_device_is_busy_while_any_of_its_lanes_is(tmp_path: Path) -> No
     }
     assert sum(lost.seconds for lost in report.lost) == pytest.approx(6.0)
     assert report.working_share == pytest.approx(0.4)
-    assert report.throughput.tokens_per_s_per_device == pytest.approx(report.throughput.tokens_per_s)
-    assert {finding.rule for finding in report.findings} <= {"host_bound", "after_generation", "idle_stage"}
+    assert report.throughput.tokens_per_s_per_device == pytest.approx(
+        report.throughput.tokens_per_s
+    )
+    assert {finding.rule for finding in report.findings} <= {
+        "host_bound",
+        "after_generation",
+        "idle_stage",
+    }
     finding = next(finding for finding in report.findings if finding.rule == "host_bound")
     assert finding.text.endswith("2.00 device-seconds (20% of the observed time).")
     assert finding.lanes == ["actor_rank0", "rollout0_rank0"]
@@ -335,7 +389,11 @@ def test_every_face_says_devices(tmp_path: Path) -> None:
         ([GPU], [GPU], 1),
         ([GPU], [OTHER], 2),
         ([GPU], [Device(kind="cuda", place="node7/0")], 1),  # an engine knows no UUID
-        ([GPU], [Device(kind="cuda", uuid=OTHER.uuid, place="node7/0")], 2),  # two containers, both of GPU 0
+        (
+            [GPU],
+            [Device(kind="cuda", uuid=OTHER.uuid, place="node7/0")],
+            2,
+        ),  # two containers, both of GPU 0
         ([GPU], [], 2),
         ([Device(kind="cuda")], [Device(kind="cuda")], 2),
     ],

@@ -1,4 +1,6 @@
-"""Work of devices that a trace lost is unknown, and durations that cannot be are bounded; both are said."""
+"""Work of devices that a trace lost is unknown, and durations that cannot be are bounded;
+both are said.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def reports(capsys: pytest.CaptureFixture[str]) -> Reports:
     return of
 
 
-def event(category: str, name: str, stream: int, begin: float, took: object, launch: int = 0) -> Json:
+def event(
+    category: str, name: str, stream: int, begin: float, took: object, launch: int = 0
+) -> Json:
     on_host = category.endswith("runtime")
     args = {"correlation": launch} if launch else {"stream": stream}
     place = {"pid": 4242 if on_host else 0, "tid": stream, "ts": begin, "dur": took}
@@ -52,7 +56,9 @@ def saved(path: Path, events: list[Json]) -> Path:
 
 
 def graphs(draw: random.Random, loss: str) -> tuple[list[Json], str]:
-    """Draw an engine that replays a few graphs, and lose kernels of them; return what has to be said."""
+    """Draw an engine that replays a few graphs, and lose kernels of them;
+    return what has to be said.
+    """
     names = [f"kernel_{number}" for number in range(draw.randint(8, 40))]
     shapes = [draw.sample(names, draw.randint(8, len(names))) for _ in range(draw.randint(1, 3))]
     call, category = draw.choice([("cudaGraphLaunch", "cuda"), ("hipGraphLaunch", "hip")])
@@ -74,8 +80,12 @@ def graphs(draw: random.Random, loss: str) -> tuple[list[Json], str]:
     return events, "a part of their kernels" if loss == "some" else said
 
 
-def test_the_work_of_a_device_is_unknown_where_graphs_lost_kernels(tmp_path: Path, reports: Reports) -> None:
-    """The launches are counted; the lane has no share, lost time or cause. Whole graphs say nothing."""
+def test_the_work_of_a_device_is_unknown_where_graphs_lost_kernels(
+    tmp_path: Path, reports: Reports
+) -> None:
+    """The launches are counted; the lane has no share, lost time or cause.
+    Whole graphs say nothing.
+    """
     for seed in range(24):
         loss = ("none", "all", "some")[seed % 3]
         events, said = graphs(random.Random(seed), loss)
@@ -86,7 +96,9 @@ def test_the_work_of_a_device_is_unknown_where_graphs_lost_kernels(tmp_path: Pat
         assert (worker["span_us"] > 0) == (not said), seed
         if said:
             assert not any(worker["lost_us"].values())
-            assert {finding["rule"] for finding in report["findings"]} <= {"coverage", "missing"}, seed
+            assert {finding["rule"] for finding in report["findings"]} <= {"coverage", "missing"}, (
+                seed
+            )
 
 
 def unlike_graphs(draw: random.Random, kind: str) -> list[Json]:
@@ -103,7 +115,9 @@ def unlike_graphs(draw: random.Random, kind: str) -> list[Json]:
             begin = now
             for name in names:
                 took = draw.uniform(5, 50)
-                events.append(event(category, f"{name}_{stream}", stream, begin, took, 100 + number))
+                events.append(
+                    event(category, f"{name}_{stream}", stream, begin, took, 100 + number)
+                )
                 begin += took + 1
         now = max(e["ts"] + e["dur"] for e in events) + draw.randint(5, 50)
         events.append(event("cuda_runtime", "cudaLaunchKernel", 1, now - 3.0, 2.0, 5_000 + number))
@@ -115,7 +129,9 @@ def unlike_graphs(draw: random.Random, kind: str) -> list[Json]:
 
 
 def test_graphs_may_differ(tmp_path: Path, reports: Reports) -> None:
-    """Branches, a graph for each batch size, copies only, or a last launch in flight: nothing was lost."""
+    """Branches, a graph for each batch size, copies only, or a last launch in flight:
+    nothing was lost.
+    """
     for seed in range(24):
         kind = ("branches", "each launched once", "copies", "in flight")[seed % 4]
         [report] = reports(saved(tmp_path / "rank0.json", unlike_graphs(random.Random(seed), kind)))
@@ -149,22 +165,30 @@ def test_graphs_of_several_steps_are_whole(tmp_path: Path, reports: Reports) -> 
 
 @pytest.mark.parametrize("share", [0.0, 0.65, 1.0])
 def test_real_graphs_that_lost_kernels(tmp_path: Path, reports: Reports, share: float) -> None:
-    """A step on an H100: the device that engine and rank share is unknown; the intact one is known."""
+    """A step on an H100: the device that engine and rank share is unknown;
+    the intact one is known.
+    """
     step = shutil.copytree(H100, tmp_path / H100.name)
     trace = step / "rollout0_rank0.torch.json.gz"
     events = read_events(trace)
     launches = [e["args"]["correlation"] for e in events if "GraphLaunch" in e.get("name", "")]
     draw = random.Random(1)
     for launch in launches:
-        kernels = [e for e in events if e.get("cat") in DEVICE and e["args"].get("correlation") == launch]
+        kernels = [
+            e for e in events if e.get("cat") in DEVICE and e["args"].get("correlation") == launch
+        ]
         lost = {id(e) for e in draw.sample(kernels, round(share * len(kernels)))}
         events = [e for e in events if id(e) not in lost]
     if share:
         trace.write_bytes(
-            gzip.compress(json.dumps({"baseTimeNanoseconds": BASE_NS, "traceEvents": events}).encode())
+            gzip.compress(
+                json.dumps({"baseTimeNanoseconds": BASE_NS, "traceEvents": events}).encode()
+            )
         )
     [report] = reports(step)
-    said = [sentence for sentence in report["coverage"]["missing"] if "of 12 graph launches" in sentence]
+    said = [
+        sentence for sentence in report["coverage"]["missing"] if "of 12 graph launches" in sentence
+    ]
     assert len(said) == bool(share)
     assert [row["span_us"] > 0 for row in report["devices"]] == [not share]
 
@@ -185,11 +209,15 @@ def covered_us(spans: list[tuple[float, float]]) -> float:
 
 
 def impossible(draw: random.Random) -> tuple[list[Json], list[tuple[float, float]], int, int]:
-    """Draw streams with impossible durations: events, true spans, and how many overrun or are endless."""
+    """Draw streams with impossible durations: events, true spans,
+    and how many overrun or are endless.
+    """
     streams, events = draw.sample(range(1, 200), draw.randint(1, 3)), list[Json]()
     now = 0.0
     for _ in range(draw.randint(40, 120)):
-        events.append(event("kernel", draw.choice("abc"), draw.choice(streams), now, draw.randint(5, 900)))
+        events.append(
+            event("kernel", draw.choice("abc"), draw.choice(streams), now, draw.randint(5, 900))
+        )
         now += events[-1]["dur"] + draw.randint(1, 50)
     spans, overruns, endless = list[tuple[float, float]](), 0, 0
     for index, kernel in enumerate(events):
@@ -209,7 +237,9 @@ def impossible(draw: random.Random) -> tuple[list[Json], list[tuple[float, float
 
 
 def test_impossible_durations_are_bounded_by_the_stream(tmp_path: Path, reports: Reports) -> None:
-    """Busy time is that of the true ends; counts and seconds are noted, and check finds nothing wrong."""
+    """Busy time is that of the true ends; counts and seconds are noted,
+    and check finds nothing wrong.
+    """
     for seed in range(24):
         events, spans, overruns, endless = impossible(random.Random(seed))
         path = saved(tmp_path / "rank0.json", events)
@@ -217,5 +247,7 @@ def test_impossible_durations_are_bounded_by_the_stream(tmp_path: Path, reports:
         assert report["workers"][0]["busy_us"] == pytest.approx(covered_us(spans), abs=1e-3), seed
         notes = " ".join(report["notes"])
         assert (f"{overruns} kernels run over" in notes) == bool(overruns), (seed, notes)
-        assert (f"{endless} events have a negative or endless duration" in notes) == bool(endless), seed
+        assert (f"{endless} events have a negative or endless duration" in notes) == bool(
+            endless
+        ), seed
         assert check(path).ok

@@ -1,4 +1,6 @@
-"""Device lanes of torch_npu: what the real parser wrote of the host, and what msprof adds of an NPU."""
+"""Device lanes of torch_npu: what the real parser wrote of the host,
+and what msprof adds of an NPU.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ OVERLAP = {
 
 
 def device_events(begin_us: Decimal, *, older: bool = False) -> list[dict[str, Any]]:
-    """Return a trace as msprof, or an older one, writes it of the device, with the names after the events."""
+    """Return a trace as msprof, or an older one, writes it of the device,
+    with the names after the events.
+    """
 
     def event(
         process: str, tid: int, name: str, begin: int, end: int, args: dict[str, Any]
@@ -93,7 +97,9 @@ def report(tmp_path: Path, request: pytest.FixtureRequest) -> Report:
 
 
 def test_figures_are_what_the_npu_did(report: Report) -> None:
-    """Cores compute, DMA copies, waits do not count; a collective counts once, as in the overlap analysis."""
+    """Cores compute, DMA copies, waits do not count; a collective counts once,
+    as in the overlap analysis.
+    """
     (row,) = report.workers
     assert row.device
     assert row.rank == 3
@@ -105,7 +111,9 @@ def test_figures_are_what_the_npu_did(report: Report) -> None:
     assert row.compute_us == theirs["Computing"]
     assert row.communication_us == theirs["Communication"]
     assert row.exposed_communication_us == theirs["Communication(Not Overlapped)"]
-    assert row.idle_us - theirs["Free"] == 20  # between the last kernel and the copy, which it leaves out
+    assert (
+        row.idle_us - theirs["Free"] == 20
+    )  # between the last kernel and the copy, which it leaves out
     rows = {row.name: (row.calls, row.self_us) for row in report.kernels}
     assert rows == {
         "aclnnMatmul_MatMulV3_MatMulV3": (1, 100),
@@ -117,7 +125,9 @@ def test_figures_are_what_the_npu_did(report: Report) -> None:
 
 
 def test_ranks_of_an_npu_wait_in_the_group_that_its_collectives_name(tmp_path: Path) -> None:
-    """Of ``hcom_allReduce__661_0_1`` the first number is the group's; sends are between two ranks only."""
+    """Of ``hcom_allReduce__661_0_1`` the first number is the group's;
+    sends are between two ranks only.
+    """
     begins = {0: ("661", 80), 1: ("661", 120), 2: ("204", 190), 3: ("204", 190)}
     for rank, (group, begin) in begins.items():
         events = device_events(Decimal(1_700_000_000_000_000))

@@ -29,7 +29,9 @@ from verl_profiling.report.model import Report
 
 @pytest.mark.parametrize("clock_ns", [0, 1_234_567_891])
 def test_busy_is_the_time_with_an_operator_running(tmp_path: Path, clock_ns: int) -> None:
-    """On CPU traces busy equals the union of top-level operators, whatever the host's clock says."""
+    """On CPU traces busy equals the union of top-level operators,
+    whatever the host's clock says.
+    """
     report = open_step(build_step(tmp_path, rank1_clock_ns=clock_ns)).report()
     for row in report.workers:
         events = json.loads(recordings()[row.name].trace)["traceEvents"]
@@ -90,7 +92,9 @@ def test_a_tools_start_and_stop_are_not_the_stage(tmp_path: Path) -> None:
     """A stage of 140 ms that takes 525 with its tool is one of 140."""
     tool = [("start", 1.0, 1.2, "update_actor"), ("stop", 1.34, 1.525, "update_actor")]
     stages = [("update_actor", 1.2, 1.34)]
-    workers = [Worker("actor", rank, stages=stages, tool=tool, mode="discrete") for rank in range(2)]
+    workers = [
+        Worker("actor", rank, stages=stages, tool=tool, mode="discrete") for rank in range(2)
+    ]
     report = report_of(tmp_path, [("update_actor", 1.0, 1.525), ("reward", 2, 3)], workers)
     assert durations(report) == {
         "update_actor": 0.14,
@@ -109,11 +113,23 @@ def test_a_tools_start_and_stop_are_not_the_stage(tmp_path: Path) -> None:
 
 
 def test_stages_side_by_side_share_their_time(tmp_path: Path) -> None:
-    """Half of a second belongs to each of two; a nested stage is in the row of the one around it."""
+    """Half of a second belongs to each of two;
+    a nested stage is in the row of the one around it.
+    """
     stages = [("rollout", 0, 6), ("update_actor", 4, 9), ("mini_batch", 5, 6, 1)]
     report = report_of(tmp_path, stages, [])
-    assert durations(report) == {"rollout": 6.0, "update_actor": 5.0, "mini_batch": 1.0, OUTSIDE_STAGES: 1.0}
-    assert shares(report) == {"rollout": 0.5, "update_actor": 0.4, "mini_batch": 0.1, OUTSIDE_STAGES: 0.1}
+    assert durations(report) == {
+        "rollout": 6.0,
+        "update_actor": 5.0,
+        "mini_batch": 1.0,
+        OUTSIDE_STAGES: 1.0,
+    }
+    assert shares(report) == {
+        "rollout": 0.5,
+        "update_actor": 0.4,
+        "mini_batch": 0.1,
+        OUTSIDE_STAGES: 0.1,
+    }
     stages = [("rollout", 0, 4), ("update_actor", 3, 9), ("mini_batch", 5, 6, 1), ("reward", 9, 10)]
     report = report_of(tmp_path, stages, [])
     assert [(span.name, span.row, span.depth) for span in report.gantt] == [
@@ -124,7 +140,9 @@ def test_stages_side_by_side_share_their_time(tmp_path: Path) -> None:
     ]
 
 
-SPANS = st.tuples(st.sampled_from("abcd"), st.integers(-2, 12), st.integers(0, 6), st.sampled_from((0, 0, 1)))
+SPANS = st.tuples(
+    st.sampled_from("abcd"), st.integers(-2, 12), st.integers(0, 6), st.sampled_from((0, 0, 1))
+)
 
 
 @settings(deadline=None, max_examples=30)
@@ -139,7 +157,9 @@ def test_outermost_rows_add_up_to_the_step(
     calls: list[tuple[int, int]],
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        worker = Worker("actor", tool=[("stop", a, a + b, stage) for a, b, stage in tool], mode="discrete")
+        worker = Worker(
+            "actor", tool=[("stop", a, a + b, stage) for a, b, stage in tool], mode="discrete"
+        )
         report = report_of(
             Path(folder),
             [(name, a, a + b, depth) for name, a, b, depth in stages],
@@ -152,9 +172,13 @@ def test_outermost_rows_add_up_to_the_step(
 
 def test_a_stage_of_the_worker_alone_counts_where_it_must_be_waited_for(tmp_path: Path) -> None:
     actor = Worker(
-        "actor", tool=[("start", 0, 1, "compute_ref"), ("stop", 6, 7, "compute_ref")], mode="discrete"
+        "actor",
+        tool=[("start", 0, 1, "compute_ref"), ("stop", 6, 7, "compute_ref")],
+        mode="discrete",
     )
-    report = report_of(tmp_path, [("ref_log_prob", 0, 4), ("update_actor", 5, 8), ("rollout", 5, 9)], [actor])
+    report = report_of(
+        tmp_path, [("ref_log_prob", 0, 4), ("update_actor", 5, 8), ("rollout", 5, 9)], [actor]
+    )
     assert durations(report)["ref_log_prob"] == 3.0
     assert durations(report)[CAPTURE_CALLS] == 1.0
 
@@ -169,7 +193,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 def test_workers_have_their_numbers_and_cost(report: Report) -> None:
     """A number of no stage has none."""
     assert report.measures == [
-        MeasureRow(worker="actor_rank0", stage="update_actor", name="process_peak_rss_bytes", value=3e9),
+        MeasureRow(
+            worker="actor_rank0", stage="update_actor", name="process_peak_rss_bytes", value=3e9
+        ),
         MeasureRow(worker="actor_rank0", stage="", name="throughput", value=2.0),
     ]
     costs = {row.worker: row for row in report.costs}
@@ -189,13 +215,21 @@ def test_numbers_are_shown_in_their_units(report: Report) -> None:
 
 @pytest.mark.parametrize(
     ("elapsed_s", "ahead_ms", "noted"),
-    [(10, 250.0, True), (10, -250.0, True), (10, 0.5, False), (100, 50.0, False), (0.001, 0.9, False)],
+    [
+        (10, 250.0, True),
+        (10, -250.0, True),
+        (10, 0.5, False),
+        (100, 50.0, False),
+        (0.001, 0.9, False),
+    ],
     ids=["forward", "back", "within a millisecond", "slewed by NTP", "short"],
 )
 def test_a_clock_that_was_set_is_noted(
     elapsed_s: float, ahead_ms: float, noted: bool, tmp_path: Path
 ) -> None:
-    """Unix time that ran apart from monotonic time during the capture puts a lane in the wrong place."""
+    """Unix time that ran apart from monotonic time during the capture puts a lane
+    in the wrong place.
+    """
     folder = build_step(tmp_path)
     elapsed, ahead = round(elapsed_s * 1e9), round(ahead_ms * 1e6)
     anchors = [ClockAnchor(10**18, 500), ClockAnchor(10**18 + elapsed + ahead, 500 + elapsed)]
@@ -208,7 +242,9 @@ KNOWN = {"worker", "replica", "requests", "failed", "validation"}
 
 
 def request(**changes: Any) -> Request:
-    """Return a request of 100 ms: 10 on the way, 20 queued, 30 prefill, 35 decode, 5 on the way back."""
+    """Return a request of 100 ms: 10 on the way, 20 queued, 30 prefill, 35 decode,
+    5 on the way back.
+    """
     times = {"begin_ns": 0, "arrival_ns": 10, "scheduled_ns": 30}
     times |= {"first_token_ns": 60, "last_token_ns": 95, "end_ns": 100}
     ms = {name: changes.get(name, at) for name, at in times.items()}
@@ -235,7 +271,9 @@ def replicas(folder: Path, *served: Request) -> list[ReplicaRow]:
 def test_times_by_token_are_of_what_is_known(
     changes: dict[str, Any], to_first: float | None, per_token: float | None, tmp_path: Path
 ) -> None:
-    """Without the engine's last token the response's end counts; one token has no time behind it."""
+    """Without the engine's last token the response's end counts;
+    one token has no time behind it.
+    """
     [row] = replicas(tmp_path, request(**changes))
     assert (row.to_first_token_p50_us, row.per_token_p50_us) == (to_first, per_token)
 
@@ -243,16 +281,21 @@ def test_times_by_token_are_of_what_is_known(
 def test_a_replica_has_its_percentiles_and_its_sums(tmp_path: Path) -> None:
     """Times are of whole requests, cached tokens and preemptions of all."""
     served = [
-        request(first_token_ns=60 + number, last_token_ns=95 + number, end_ns=200) for number in range(100)
+        request(first_token_ns=60 + number, last_token_ns=95 + number, end_ns=200)
+        for number in range(100)
     ]
     served += [request(failed=True, first_token_ns=99, cached_tokens=8, preemptions=3)]
     [row] = replicas(tmp_path, *served)
     assert (row.worker, row.requests, row.failed, row.preemptions) == ("rollout0", 101, 1, 3)
     assert (row.queued_p50_us, row.queued_p99_us) == (20_000, 20_000)
-    assert (row.to_first_token_p50_us, row.to_first_token_p99_us) == pytest.approx((109_500, 158_010))
+    assert (row.to_first_token_p50_us, row.to_first_token_p99_us) == pytest.approx(
+        (109_500, 158_010)
+    )
     assert row.per_token_p50_us == row.per_token_p99_us == 5_000
     assert row.cache_hit_share == pytest.approx((100 * 2 + 8) / (101 * 8))
-    assert "rollout0: 1 of 101 requests failed or were aborted" in open_step(tmp_path).report().notes
+    assert (
+        "rollout0: 1 of 101 requests failed or were aborted" in open_step(tmp_path).report().notes
+    )
 
 
 def test_what_the_engine_does_not_tell_is_unknown(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""No lane has a cause, a share or a finding outside of its observed windows: there, all is unknown."""
+"""No lane has a cause, a share or a finding outside of its observed windows: there,
+all is unknown.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,28 @@ from verl_profiling import AsyncProfilingCallback
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import MANIFEST_NAME, Artifact, CaptureResult, Device, Manifest, StageSpan
+from verl_profiling.manifest import (
+    MANIFEST_NAME,
+    Artifact,
+    CaptureResult,
+    Device,
+    Manifest,
+    StageSpan,
+)
 from verl_profiling.run_files import read_manifest, write_json_atomically
 
 END = 100_000  # us: length of a drawn step, in which each microsecond is known
-FORMS = ("recordings", "window", "count", "cut", "cut threads", "hole", "hole threads", "discrete", "engine")
+FORMS = (
+    "recordings",
+    "window",
+    "count",
+    "cut",
+    "cut threads",
+    "hole",
+    "hole threads",
+    "discrete",
+    "engine",
+)
 
 
 def kernels_between(draw: Random, begin: int, end: int) -> list[dict[str, Any]]:
@@ -38,7 +57,9 @@ def trace_of(kernels: list[dict[str, Any]], span: tuple[int, int] | None = None)
     """Return a trace with an event per line, with torch's own span if there is one."""
     events = list(kernels)
     if span:
-        events.append({"ph": "X", "cat": "Trace", "name": "PyTorch Profiler (0)", "pid": "Spans", "tid": "t"})
+        events.append(
+            {"ph": "X", "cat": "Trace", "name": "PyTorch Profiler (0)", "pid": "Spans", "tid": "t"}
+        )
         events[-1] |= {"ts": span[0], "dur": span[1] - span[0]}
     process = '{"ph": "M", "name": "process_name", "pid": 9, "args": {"name": "python"}},'
     head = f'{{"baseTimeNanoseconds": {BASE}, "traceEvents": [{process}\n'
@@ -54,7 +75,9 @@ class Drawn:
         self.artifacts: list[Artifact] = []
         edges = sorted(draw.sample(range(0, END, 100), 2 * draw.randint(2, 4)))
         windows = list(zip(edges[::2], edges[1::2], strict=True))
-        for number, (begin, end) in enumerate(windows if form in ("recordings", "discrete") else windows[:1]):
+        for number, (begin, end) in enumerate(
+            windows if form in ("recordings", "discrete") else windows[:1]
+        ):
             self.record(number, begin, max(end, begin + 2_000))
         if form != "recordings":
             self.write_manifest(draw.sample(range(0, END, 100), 4))
@@ -68,7 +91,9 @@ class Drawn:
             last = self.draw.randint(kernels[-1]["ts"] + kernels[-1]["dur"], end)
         elif self.form == "recordings":
             ends = kernels[0]["ts"], kernels[-1]["ts"] + kernels[-1]["dur"]
-        thread = len(kernels) // 2 if self.form.endswith("threads") else 0  # the second one is written first
+        thread = (
+            len(kernels) // 2 if self.form.endswith("threads") else 0
+        )  # the second one is written first
         kernels = [*kernels[thread:], *kernels[:thread]]
         span = (begin, last) if self.draw.random() < 0.5 or last < end else None
         lines = trace_of(kernels, span).split("\n")
@@ -82,7 +107,9 @@ class Drawn:
             self.observed[kernels[after - 1]["ts"] + kernels[after - 1]["dur"] :] = False
             kernels = kernels[:after]
         elif self.form.startswith("hole"):
-            lines[first_lost + 1 : after + 1] = ['{"ph": "X", "cat": ' + "\0" * self.draw.randint(1, 5_000)]
+            lines[first_lost + 1 : after + 1] = [
+                '{"ph": "X", "cat": ' + "\0" * self.draw.randint(1, 5_000)
+            ]
             since, until = kernels[first_lost - 1]["ts"], kernels[after]["ts"]
             lost = np.arange(END) < until if until < since else np.zeros(END, bool)
             lost[since : None if until < since else until] = True
@@ -96,13 +123,17 @@ class Drawn:
         edges_ns = {"begin_ns": BASE + begin * 1000, "end_ns": BASE + end * 1000}
         lane = "rollout0_rank0" if self.form == "engine" else "actor_rank0"
         stage = f"s{number}" if self.form == "discrete" else None
-        whole = Artifact(path=path.name, lane=lane, tool="torch", status="ok", stage=stage, **edges_ns)
+        whole = Artifact(
+            path=path.name, lane=lane, tool="torch", status="ok", stage=stage, **edges_ns
+        )
         self.artifacts.append(whole)
 
     def write_manifest(self, edges: list[int]) -> None:
         """Write the manifest, with two stages of the loop in which the lane has no part."""
         names = (
-            ("rollout", "wait:x") if self.form == "engine" else self.draw.sample(("reward", "y", "old"), 2)
+            ("rollout", "wait:x")
+            if self.form == "engine"
+            else self.draw.sample(("reward", "y", "old"), 2)
         )
         stages = []
         for name, begin, end in zip(names, sorted(edges)[::2], sorted(edges)[1::2], strict=True):
@@ -141,9 +172,14 @@ def test_outside_of_its_windows_a_lane_has_no_cause_share_or_finding(
     assert row["busy_us"] == pytest.approx((drawn.busy & drawn.observed).sum(), abs=1)
     assert row["idle_us"] == sum(row["lost_us"].values()) == pytest.approx(idle.sum(), abs=1)
     if drawn.form not in ("recordings", "engine"):
-        causes = {"other_stages": (idle & drawn.staged).sum(), "between_stages": (idle & ~drawn.staged).sum()}
+        causes = {
+            "other_stages": (idle & drawn.staged).sum(),
+            "between_stages": (idle & ~drawn.staged).sum(),
+        }
         assert {name: row["lost_us"][name] for name in causes} == pytest.approx(causes, abs=1)
-    stated = [one for one in report["findings"] if one["rule"] not in ("coverage", "capture", "pause")]
+    stated = [
+        one for one in report["findings"] if one["rule"] not in ("coverage", "capture", "pause")
+    ]
     assert all(one["seconds"] <= idle.sum() / 1e6 + 1e-6 and one["share"] <= 1 for one in stated)
     assert (code, len(report["coverage"]["missing"])) == (
         (1, 1) if drawn.form[:3] in ("cut", "hol") else (0, 0)
@@ -156,14 +192,17 @@ def test_outside_of_its_windows_a_lane_has_no_cause_share_or_finding(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_an_annotation_that_breaks_the_json_is_the_only_lost_event(tmp_path: Path, seed: int) -> None:
+def test_an_annotation_that_breaks_the_json_is_the_only_lost_event(
+    tmp_path: Path, seed: int
+) -> None:
     """Torch writes its name as it is; the name is reported, and time is known around it."""
     draw = Random(seed)
     kernels = kernels_between(draw, 0, END)
     name = draw.choice(['reward of "gsm8k"', '{"a": 1}, {"b": 2}', '"', "C:\\x"])
     lines = trace_of(kernels).split("\n")
     event = (
-        f'{{"ph": "X", "cat": "user_annotation", "name": "{name}", "pid": 1, "tid": 1, "ts": 5, "dur": 9}},'
+        f'{{"ph": "X", "cat": "user_annotation", "name": "{name}", '
+        '"pid": 1, "tid": 1, "ts": 5, "dur": 9},'
     )
     lines.insert(draw.randint(1, len(kernels)), event)
     path = tmp_path / "trace.json"
@@ -177,8 +216,12 @@ def test_an_annotation_that_breaks_the_json_is_the_only_lost_event(tmp_path: Pat
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_an_engine_that_serves_requests_does_not_wait_for_its_turn(tmp_path: Path, seed: int) -> None:
-    """In an asynchronous loop it generates for another step while the loop is in any stage, or in none."""
+def test_an_engine_that_serves_requests_does_not_wait_for_its_turn(
+    tmp_path: Path, seed: int
+) -> None:
+    """In an asynchronous loop it generates for another step while the loop is in any stage,
+    or in none.
+    """
     draw = Random(seed)
     edge, until = draw.uniform(2, 5), draw.uniform(6, 9)
     stages = [(f"wait:{draw.choice('abc')}", 0, edge), ("update_actor", edge, until)]
@@ -213,7 +256,12 @@ async def test_a_rollout_from_before_the_step_is_a_stage_of_the_step(tmp_path: P
     """It counts from the step's begin; a stage around the whole loop is none of its stages."""
     draw = Random(7)
     captured = sorted(draw.sample(range(2, 22), 10))
-    conf = {"enable": True, "tool": "spans", "save_path": str(tmp_path), "schedule": {"steps": captured}}
+    conf = {
+        "enable": True,
+        "tool": "spans",
+        "save_path": str(tmp_path),
+        "schedule": {"steps": captured},
+    }
     async with AsyncProfilingCallback({**conf, "watch": {"enable": True}}) as loop:
         responses: asyncio.Queue[int] = asyncio.Queue()
 
@@ -251,7 +299,9 @@ async def test_a_rollout_from_before_the_step_is_a_stage_of_the_step(tmp_path: P
 
 @pytest.mark.parametrize("seed", range(20))
 def test_waits_are_unknown_where_no_other_rank_has_the_call(tmp_path: Path, seed: int) -> None:
-    """Of communication without a known group, or with one rank captured, the busy share may be waiting."""
+    """Of communication without a known group, or with one rank captured,
+    the busy share may be waiting.
+    """
     draw = Random(seed)
     ranks, named, unnamed = draw.randint(1, 5), draw.random() < 0.6, draw.random() < 0.5
     world, workers = list(range(ranks)), []
@@ -265,18 +315,26 @@ def test_waits_are_unknown_where_no_other_rank_has_the_call(tmp_path: Path, seed
     matched = named and ranks > 1
     expected = "without waits for other ranks"
     if unnamed or (named and not matched):
-        expected = "without the known waits for other ranks" if matched else "waits for other ranks unknown"
+        expected = (
+            "without the known waits for other ranks"
+            if matched
+            else "waits for other ranks unknown"
+        )
     assert expected in text
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_device_is_unknown_while_one_of_its_lanes_works_unseen(tmp_path: Path, seed: int) -> None:
-    """An engine generates outside of its window, and a rank works in a stage that is not recorded."""
+    """An engine generates outside of its window,
+    and a rank works in a stage that is not recorded.
+    """
     draw = Random(seed)
     rollout, update = sorted(draw.sample(range(1, 9), 2))
     late, early = sorted((draw.uniform(0, rollout), draw.uniform(0, rollout)))
     begins, ends = (
-        (float(update), 10.0) if draw.random() < 0.5 else (0.0, update + draw.uniform(0, 10 - update))
+        (float(update), 10.0)
+        if draw.random() < 0.5
+        else (0.0, update + draw.uniform(0, 10 - update))
     )
     device = {"devices": [Device(index=3, kind="cuda", uuid="GPU-7")]}
     served = engine(0, (late, early), recorded=(late, early), **device)

@@ -44,7 +44,10 @@ def seen(report: Report, tmp_path_factory: pytest.TempPathFactory) -> dict:
 def large(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """What is seen of the page of 300 lanes."""
     folder = tmp_path_factory.mktemp("large")
-    metrics = {f"timing_s/{i}": float(i) for i in range(30)} | {"actor/clip_low": 0.1, "actor/clip_high": 0.2}
+    metrics = {f"timing_s/{i}": float(i) for i in range(30)} | {
+        "actor/clip_low": 0.1,
+        "actor/clip_high": 0.2,
+    }
     report = whole_step(folder / "step_000001", ranks=256, replicas=44, fault="slow rank")
     page = folder / "report.html"
     page.write_text(render_html(msgspec.structs.replace(report, metrics=metrics)), encoding="utf-8")
@@ -52,7 +55,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 def test_a_browser_and_axe_find_nothing(seen: dict, large: dict) -> None:
-    """No error, no request but the page; contrast, labels and roles in light, dark and on a phone."""
+    """No error, no request but the page; contrast, labels and roles in light,
+    dark and on a phone.
+    """
     for page in (seen, large):
         assert page["problems"] == []
         assert len([url for url in page["requests"] if not url.startswith("data:")]) == 1
@@ -67,7 +72,9 @@ def test_the_first_screen_has_four_figures_and_the_picture(seen: dict, report: R
     titles, numbers, lines = zip(*seen["figures"], strict=True)
     assert titles == ("Step", "Tokens per second", "Accelerators busy", "Lost")
     assert all(number[0].isdigit() for number in numbers)
-    assert lines[1].startswith(f"{report.throughput.tokens_per_s_per_device:,.0f} per second and lane")
+    assert lines[1].startswith(
+        f"{report.throughput.tokens_per_s_per_device:,.0f} per second and lane"
+    )
     assert seen["pictureFrom"] < 450
     assert {"Lanes over time", "Stages", "Lost", "Workers"} <= set(seen["sections"])
     assert {"Engines", "Stragglers", "Kernels"} <= set(seen["sections"])
@@ -105,7 +112,9 @@ def test_the_pointer_says_what_is_under_it(seen: dict) -> None:
 
 
 def test_the_picture_is_zoomed_panned_and_selected(seen: dict) -> None:
-    """By wheel once it was clicked, by dragging and by buttons; a click selects a stage in all lanes."""
+    """By wheel once it was clicked, by dragging and by buttons;
+    a click selects a stage in all lanes.
+    """
     assert seen["wheelOutside"][0] == seen["whole"]
     assert seen["wheel"] != seen["whole"]
     assert seen["dragged"] == pytest.approx(120, abs=2)
@@ -126,7 +135,9 @@ def test_a_file_says_how_to_come_to_the_timeline(seen: dict, step: Path) -> None
 ELSEWHERE = ("javascript:alert(1)", "https://evil.example/#!/?url=x", "//evil.example/#!/", "")
 
 
-def test_a_served_page_links_into_the_timeline_alone(report: Report, step: Path, tmp_path: Path) -> None:
+def test_a_served_page_links_into_the_timeline_alone(
+    report: Report, step: Path, tmp_path: Path
+) -> None:
     """To the range that is shown, in nanoseconds of the timeline; the real Perfetto opens it there.
 
     Whoever sends the page's address with another timeline in it leads nobody there.
@@ -176,12 +187,18 @@ def test_long_tables_and_metrics_are_folded(large: dict) -> None:
 
 @pytest.fixture(scope="module")
 def rollout(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """What is seen of nine trajectories of which one takes twice as long, in a tool with a wild name."""
+    """What is seen of nine trajectories of which one takes twice as long,
+    in a tool with a wild name.
+    """
     folder = tmp_path_factory.mktemp("step")
-    report_of(folder, [("rollout", 0, 8)], [Worker("rollout", replica=0, kernels=[("k", 0, 4)])], end=8)
+    report_of(
+        folder, [("rollout", 0, 8)], [Worker("rollout", replica=0, kernels=[("k", 0, 4)])], end=8
+    )
     log = DrawnLog(end=8)
     for number in range(9):
-        log.trajectory(0, 4.0 if number < 8 else 8.0, ("tool:search", 1, 2), group=f"g{number // 3}")
+        log.trajectory(
+            0, 4.0 if number < 8 else 8.0, ("tool:search", 1, 2), group=f"g{number // 3}"
+        )
     log.span("tool:</i><b>\u202e" + "x" * 90, 4, 8, 8)
     log.add_to(folder)
     page = folder / "report.html"
@@ -197,7 +214,9 @@ def test_bars_are_as_wide_as_their_causes(rollout: dict) -> None:
     every, last, _ = rollout["bars"]
     whole = sum(width for _, width in every)
     assert [title.partition(":")[0] for title, _ in every] == ["own code", "tool", "tool"]
-    assert [width / whole for _, width in every] == pytest.approx([27 / 40, 9 / 40, 4 / 40], abs=0.01)
+    assert [width / whole for _, width in every] == pytest.approx(
+        [27 / 40, 9 / 40, 4 / 40], abs=0.01
+    )
     ((title, width),) = last
     assert title.endswith("x: 100.0%")
     assert width == pytest.approx(whole, abs=5)

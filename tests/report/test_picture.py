@@ -1,4 +1,6 @@
-"""The data of the picture: every lane and stage of the report, by role, in rows that do not overlap."""
+"""The data of the picture: every lane and stage of the report, by role,
+in rows that do not overlap.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def test_a_late_replica_stands_out(tmp_path: Path) -> None:
 def test_a_role_shows_from_when_to_when_all_lanes_were_in_a_stage(tmp_path: Path) -> None:
     """The first and the last begin and end of each run."""
     workers = [
-        Worker("actor", rank, stages=[("update_actor", 5 + rank / 10, 7 + rank)], kernels=[("k", 5, 6)])
+        Worker(
+            "actor", rank, stages=[("update_actor", 5 + rank / 10, 7 + rank)], kernels=[("k", 5, 6)]
+        )
         for rank in range(2)
     ]
     (envelope,) = picture(report_of(tmp_path, STAGES, workers))["groups"][2]["envelope"]
@@ -51,7 +55,9 @@ def test_lanes_are_marked_where_they_are_on_the_critical_path(tmp_path: Path) ->
     ]
     drawn = picture(report_of(tmp_path, STAGES, workers))
     path, _, actors = drawn["groups"]
-    said = {span["said"]: drawn["stages"][span["stage"]]["name"] for span in path["lanes"][0]["spans"]}
+    said = {
+        span["said"]: drawn["stages"][span["stage"]]["name"] for span in path["lanes"][0]["spans"]
+    }
     assert said["actor_rank1: work"] == "update_actor"
     assert [lane["critical"] for lane in actors["lanes"]] == [[], [{"begin": 5e6, "end": 8e6}]]
     assert actors["critical"] == [{"begin": 5e6, "end": 8e6}]
@@ -75,7 +81,9 @@ def test_each_replica_has_a_curve_of_its_requests(tmp_path: Path) -> None:
 def test_a_rank_that_waits_in_a_collective_is_told_from_one_that_computes(tmp_path: Path) -> None:
     """Both are busy; the curve says which of it is communication alone."""
     kernels = [("gemm", 5.0, 6.0), ("ncclDevKernel_AllReduce", 5.5, 8.0)]
-    step = report_of(tmp_path, STAGES, [Worker("actor", stages=[("update_actor", 5, 8)], kernels=kernels)])
+    step = report_of(
+        tmp_path, STAGES, [Worker("actor", stages=[("update_actor", 5, 8)], kernels=kernels)]
+    )
     (row,) = step.workers
     part = PARTS // 10  # parts of a second
     assert row.load[5 * part : 8 * part] == [100] * 3 * part
@@ -92,7 +100,9 @@ def test_stages_lost_time_and_load_share_no_colour() -> None:
     light = dict(re.findall(r"--([\w-]+): (#\w{6})", STYLE.partition("}")[0]))
     light |= dict(re.findall(r"\.(s\d+|k-\w+) \{ --key: (#\w{6})", STYLE))
     causes = [f"k-{cause}" for cause in (*CAUSES, OTHER_RANKS)]
-    drawn = [light[name] for name in (*(f"s{i}" for i in range(16)), *causes, "compute", "communication")]
+    drawn = [
+        light[name] for name in (*(f"s{i}" for i in range(16)), *causes, "compute", "communication")
+    ]
     assert len(set(drawn)) == len(drawn)
     known = [stage_class(name) for name in ("rollout", "reward", "update_actor", "validate")]
     assert known == ["s0", "s1", "s7", "s9"]

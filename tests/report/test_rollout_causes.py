@@ -1,4 +1,6 @@
-"""What trajectories wait for: every instant has its causes, as a count of instants by hand finds them."""
+"""What trajectories wait for: every instant has its causes,
+as a count of instants by hand finds them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ END = 400
 
 
 def drawn(*trajectories: tuple[float, float], **what: object) -> DrawnLog:
-    """Return a log that is drawn in milliseconds, so that 50 ms of a loop's drain are 50 of them."""
+    """Return a log that is drawn in milliseconds,
+    so that 50 ms of a loop's drain are 50 of them.
+    """
     log = DrawnLog(end=END, unit_ns=MS, **what)
     for begin, end in trajectories:
         log.trajectory(begin, end)
@@ -31,27 +35,37 @@ def drawn(*trajectories: tuple[float, float], **what: object) -> DrawnLog:
 def causes_of(
     folder: Path, log: DrawnLog, *requests: Request, begin: int = 0, end: int = END
 ) -> dict[str, float]:
-    """Return the milliseconds of all trajectories by cause, in a step from one millisecond to another."""
+    """Return the milliseconds of all trajectories by cause,
+    in a step from one millisecond to another.
+    """
     report_of(folder, [("rollout", 0, END / 1000)], [Worker("rollout", replica=0)], end / 1000)
     rewrite_worker(folder, "rollout0", requests=list(requests))
     rewrite(folder, begin_ns=BASE + begin * MS)
     log.add_to(folder)
     rollout = open_step(folder).report().rollout
     rows = rollout.causes if rollout is not None else []
-    return {row.cause: pytest.approx(row.seconds * 1000, abs=1e-3) for row in rows if row.seconds > 1e-9}
+    return {
+        row.cause: pytest.approx(row.seconds * 1000, abs=1e-3) for row in rows if row.seconds > 1e-9
+    }
 
 
 @pytest.mark.parametrize(
     ("trajectory", "begin", "found"),
     [
         ((-50, 100), 0, {"began before the capture": 60, "tool:a": 30, OWN_CODE: 10}),
-        ((0, 100), 10, {"tool:a": 30, OWN_CODE: 60}),  # all was recorded, though the step began later
+        (
+            (0, 100),
+            10,
+            {"tool:a": 30, OWN_CODE: 60},
+        ),  # all was recorded, though the step began later
     ],
 )
 def test_what_a_trajectory_was_in_before_recording_began_is_not_its_own_code(
     trajectory: tuple[float, float], begin: int, found: dict[str, float], tmp_path: Path
 ) -> None:
-    """It may have been in a span that nobody knows, such as a long request; its first one ends that."""
+    """It may have been in a span that nobody knows, such as a long request;
+    its first one ends that.
+    """
     log = drawn(trajectory)
     log.span("tool:a", 60, 90, 0)
     assert causes_of(tmp_path, log, begin=begin) == found
@@ -75,7 +89,10 @@ ALL = {"arrival": 15, "scheduled": 20, "first_token": 30, "last_token": 70}
             {"to the engine": 5, "queued": 5, "prefill": 10, "decode": 40, "from the engine": 20},
         ),
         (request(12, 75), {"to the engine": 2, "generate": 63, "from the engine": 15}),
-        (request(12, 75, last_token=200), {"to the engine": 2, "generate": 63, "from the engine": 15}),
+        (
+            request(12, 75, last_token=200),
+            {"to the engine": 2, "generate": 63, "from the engine": 15},
+        ),
         (
             request(12, 75, first_token=30),
             {"to the engine": 2, "first token": 18, "decode": 45, "from the engine": 15},
@@ -88,14 +105,18 @@ ALL = {"arrival": 15, "scheduled": 20, "first_token": 30, "last_token": 70}
 def test_a_generate_span_divides_by_its_request(
     made: Request, found: dict[str, float], tmp_path: Path
 ) -> None:
-    """As far as the engine tells, and inside of the span; a request at another time is none of it."""
+    """As far as the engine tells, and inside of the span;
+    a request at another time is none of it.
+    """
     log = drawn((10, 90))
     log.span("generate", 10, 90, 0, request="r")
     assert causes_of(tmp_path, log, made) == found
 
 
 def test_a_blocked_loop_stops_what_was_due_and_nothing_else(tmp_path: Path) -> None:
-    """Of five trajectories one blocks, one is in the engine, one's tool goes on, and two stand still."""
+    """Of five trajectories one blocks, one is in the engine, one's tool goes on,
+    and two stand still.
+    """
     log = drawn(*[(0, 300)] * 5)
     log.trajectory(0, 300, loop=1)
     blocking = log.span("tool:blocking", 100, 200, 0)
@@ -158,7 +179,9 @@ def by_hand(log: DrawnLog) -> dict[str, float]:
 
 @st.composite
 def workloads(draw: st.DrawFn) -> DrawnLog:
-    """Trajectories with spans in spans and beside spans, some of which outlive those that began them."""
+    """Trajectories with spans in spans and beside spans,
+    some of which outlive those that began them.
+    """
     log = drawn()
     begins = iter(draw(st.permutations(range(80))))
     for _ in range(draw(st.integers(1, 3))):
@@ -176,7 +199,9 @@ def workloads(draw: st.DrawFn) -> DrawnLog:
 @settings(max_examples=25, deadline=None)
 @given(
     workloads(),
-    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 100), st.integers(0, 80), st.integers(-1, 20))),
+    st.lists(
+        st.tuples(st.integers(0, 1), st.integers(0, 100), st.integers(0, 80), st.integers(-1, 20))
+    ),
 )
 def test_causes_are_those_that_a_count_of_instants_finds(
     log: DrawnLog, blocks: list[tuple[int, int, int, int]]

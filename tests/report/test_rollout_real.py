@@ -1,4 +1,6 @@
-"""Rollouts that really run, from the callback to the command line: what the report says of event loops."""
+"""Rollouts that really run, from the callback to the command line:
+what the report says of event loops.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,22 @@ async def nothing() -> None:
 def reported(
     tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str], session: object
 ) -> Reported:
-    """Capture a step in which an agent loop runs a coroutine; return its report, as ``--json`` prints it."""
+    """Capture a step in which an agent loop runs a coroutine; return its report,
+    as ``--json`` prints it.
+    """
 
     async def loop(
-        folder: Path, body: Coroutine[Any, Any, object], before: Coroutine[Any, Any, object], watch: bool
+        folder: Path,
+        body: Coroutine[Any, Any, object],
+        before: Coroutine[Any, Any, object],
+        watch: bool,
     ) -> None:
-        config = {"enable": True, "save_path": str(folder), "schedule": {"steps": [1]}, "tool": "spans"}
+        config = {
+            "enable": True,
+            "save_path": str(folder),
+            "schedule": {"steps": [1]},
+            "tool": "spans",
+        }
         callback = AsyncProfilingCallback({**config, "watch": {"enable": watch}})
         worker = AgentLoopCaptureMixin()
         worker.init_capture(callback.config)
@@ -61,7 +73,9 @@ def reported(
     ) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("run")
         asyncio.run(loop(folder, body, before or nothing(), watch))
-        engine = CaptureResult(identity=WorkerIdentity(role="rollout", replica=0), requests=list(requests))
+        engine = CaptureResult(
+            identity=WorkerIdentity(role="rollout", replica=0), requests=list(requests)
+        )
         step = folder / "step_000001"
         rewrite(step, workers=[*read_manifest(step).workers, *([engine] if requests else [])])
         capsys.readouterr()
@@ -97,7 +111,9 @@ def test_a_span_that_waits_for_another_thread_blocks_no_event_loop(reported: Rep
 
 
 @pytest.mark.parametrize("watch", [True, False])
-def test_what_began_before_the_capture_has_the_name_of_its_span(reported: Reported, watch: bool) -> None:
+def test_what_began_before_the_capture_has_the_name_of_its_span(
+    reported: Reported, watch: bool
+) -> None:
     """The watch knows the spans that are open; without it, all that is known is said."""
 
     async def before() -> None:
@@ -136,7 +152,9 @@ def test_what_began_before_the_capture_has_the_name_of_its_span(reported: Report
 
 
 def again(test: Callable[[Reported], None]) -> Callable[[Reported], None]:
-    """Run a test of real times up to three times: a machine that others use may stop for seconds."""
+    """Run a test of real times up to three times:
+    a machine that others use may stop for seconds.
+    """
 
     @wraps(test)
     def run(reported: Reported) -> None:
@@ -152,7 +170,9 @@ def again(test: Callable[[Reported], None]) -> Callable[[Reported], None]:
 
 @again
 def test_every_cause_is_within_two_percent_of_a_stopwatch(reported: Reported) -> None:
-    """An engine that takes set times, tools that sleep, and one that blocks all that the engine answered."""
+    """An engine that takes set times, tools that sleep,
+    and one that blocks all that the engine answered.
+    """
     truth, requests = Counter[str](), list[Request]()
     blocked, answered = threading.Event(), threading.Semaphore(0)
 

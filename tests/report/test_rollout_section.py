@@ -1,4 +1,6 @@
-"""The section "Rollout" of a step: what trajectories waited for, who was last, groups, versions, statuses."""
+"""The section "Rollout" of a step: what trajectories waited for, who was last, groups,
+versions, statuses.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def test_a_step_without_logs_has_no_section(tmp_path: Path) -> None:
 
 
 def test_causes_add_up_to_trajectory_time_and_the_rollout_to_its_wall_clock(tmp_path: Path) -> None:
-    """Training and validation apart; behind the last trajectory, a span of the process and a stage go on."""
+    """Training and validation apart; behind the last trajectory,
+    a span of the process and a stage go on.
+    """
     log = DrawnLog()
     log.trajectory(0, 4, ("tool:search", 1, 3))
     log.trajectory(0, 6, ("tool:sandbox", 2, 6))
@@ -62,7 +66,11 @@ def test_causes_add_up_to_trajectory_time_and_the_rollout_to_its_wall_clock(tmp_
     assert seconds(row for row in rollout.causes if row.validate) == {"tool:search": 1}
     assert sum(row.seconds for row in rollout.time) == pytest.approx(10)
     found = seconds(rollout.time)
-    assert (found["wait:put_response"], found["controller: wait:replay_buffer"], found["unexplained"]) == (
+    assert (
+        found["wait:put_response"],
+        found["controller: wait:replay_buffer"],
+        found["unexplained"],
+    ) == (
         1,
         2.5,
         0.5,
@@ -88,7 +96,9 @@ def test_idle_time_behind_the_last_replica_has_names(tmp_path: Path) -> None:
 
 
 def test_polling_costs_what_the_trainer_sleeps_after_the_last_response(tmp_path: Path) -> None:
-    """Before that it waits for trajectories; a part of validation, outside of the rollout, is none of it."""
+    """Before that it waits for trajectories; a part of validation, outside of the rollout,
+    is none of it.
+    """
     log = DrawnLog()
     log.trajectory(0, 2, ("decode", 0, 2))
     log.trajectory(0, 6.5, ("decode", 0, 6.5))
@@ -111,26 +121,36 @@ def test_polling_costs_what_the_trainer_sleeps_after_the_last_response(tmp_path:
     )
     assert "poll_interval" in finding.advice
     assert (
-        "polling the replay buffer: 3 times, every 2.00 s; the trainer slept 900 ms (9.0% of the step) after "
+        "polling the replay buffer: 3 times, every 2.00 s; the trainer slept 900 ms (9.0% of "
+        "the step) after "
         "the last response was there"
     ) in rollout_sentences(report.rollout)
     assert [(row.name, row.depth) for row in report.stages][:2] == [("rollout", 0), (POLLING, 1)]
 
 
 def test_a_finding_on_polling_stands_for_the_idle_time_behind_it(tmp_path: Path) -> None:
-    """What lanes wait for after the generation is said once; of another stage it is said as before."""
+    """What lanes wait for after the generation is said once;
+    of another stage it is said as before.
+    """
     log = DrawnLog()
     log.trajectory(0, 6, ("reward", 0, 6))
     rules = {}
     for name in (POLLING, "other"):
         (tmp_path / name).mkdir()
         report = report_with(tmp_path / name, log, stages=[("rollout", 0, 10), (name, 6, 10, 1)])
-        rules[name] = {finding.rule for finding in report.findings} & {"polling", "after_generation"}
+        rules[name] = {finding.rule for finding in report.findings} & {
+            "polling",
+            "after_generation",
+        }
     assert rules == {POLLING: {"polling"}, "other": {"after_generation"}}
 
 
-def test_a_block_that_no_sample_saw_has_no_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nor is anything to be run in a thread: in the table, the finding and on the timeline it is unknown."""
+def test_a_block_that_no_sample_saw_has_no_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor is anything to be run in a thread: in the table,
+    the finding and on the timeline it is unknown.
+    """
     log = DrawnLog()
     asking = log.trajectory(0, 5, ("tokenize", 1, 4))
     log.trajectory(0, 5, ("tool:search", 1, 4))
@@ -154,7 +174,10 @@ def test_a_block_that_no_sample_saw_has_no_name(tmp_path: Path, capsys: pytest.C
     [
         ([], None),
         ([(POLLING, 9, 10, 1)], None),  # outside of the rollout
-        ([(POLLING, 1, 2, 1), (POLLING, 6, 7, 1)], (2, 0)),  # two rollouts, each with its own last one
+        (
+            [(POLLING, 1, 2, 1), (POLLING, 6, 7, 1)],
+            (2, 0),
+        ),  # two rollouts, each with its own last one
         ([(POLLING, 2, 3.5, 1), (POLLING, 7, 8, 1)], (2, 1.0)),
     ],
 )
@@ -225,11 +248,17 @@ def test_requests_with_and_without_times_of_the_engine_are_compared_as_one(tmp_p
     (row,) = joined.rollout.causes
     times = {"queued": 0.5, "prefill": 0.5, "decode": 3.0}
     parts = [msgspec.structs.replace(row, cause=name, seconds=took) for name, took in times.items()]
-    apart = msgspec.structs.replace(joined, rollout=msgspec.structs.replace(joined.rollout, causes=parts))
+    apart = msgspec.structs.replace(
+        joined, rollout=msgspec.structs.replace(joined.rollout, causes=parts)
+    )
     for before, after in ((joined, apart), (apart, joined)):
         (change,) = (one for one in compare([before], [after]).changes if one.kind == "trajectory")
         assert (change.name, change.before_s, change.after_s) == ("generate", 4.0, 4.0)
-    found = {one.name: one.after_s for one in compare([apart], [apart]).changes if one.kind == "trajectory"}
+    found = {
+        one.name: one.after_s
+        for one in compare([apart], [apart]).changes
+        if one.kind == "trajectory"
+    }
     assert found == times
 
 
@@ -255,7 +284,9 @@ def test_a_group_is_done_with_its_last_member(tmp_path: Path) -> None:
     assert (rollout.group_spread_p50_s, rollout.group_spread_max_s) == (4.5, 6)
 
 
-def test_versions_are_those_that_the_loop_says_or_else_those_of_the_requests(tmp_path: Path) -> None:
+def test_versions_are_those_that_the_loop_says_or_else_those_of_the_requests(
+    tmp_path: Path,
+) -> None:
     """Against the version that the step trains; a trajectory of several is partial."""
     log = DrawnLog()
     log.trajectory(0, 4, min_version=5, max_version=6)
@@ -274,7 +305,8 @@ def test_versions_are_those_that_the_loop_says_or_else_those_of_the_requests(tmp
     rewrite_worker(tmp_path, "rollout0", requests=requests)
     rollout = open_step(tmp_path).report().rollout
     found = [
-        (r.version, r.behind, r.oldest, r.newest, r.segments, r.segment_tokens) for r in rollout.versions
+        (r.version, r.behind, r.oldest, r.newest, r.segments, r.segment_tokens)
+        for r in rollout.versions
     ]
     assert found == [(6, 0, 1, 3, 1, 7), (5, 1, 1, 0, 0, 0), (4, 2, 1, 0, 1, 7)]
     assert (rollout.versioned, rollout.partial) == (3, 2)
@@ -302,11 +334,21 @@ def test_the_queue_for_a_sandbox_is_a_cause(tmp_path: Path) -> None:
     """Its start, commands and stop are causes too, of one colour."""
     log = DrawnLog(0)
     number = log.trajectory(0, 10)
-    for name, begin, end in (("queue", 0, 7), ("start", 7, 8), ("command", 8, 9.5), ("stop", 9.5, 10)):
+    for name, begin, end in (
+        ("queue", 0, 7),
+        ("start", 7, 8),
+        ("command", 8, 9.5),
+        ("stop", 9.5, 10),
+    ):
         log.span(f"sandbox:{name}", begin, end, trajectory=number)
     report = report_with(tmp_path, log)
     shares = {row.cause: row.share for row in report.rollout.causes}
-    expected = {"sandbox:queue": 0.7, "sandbox:command": 0.15, "sandbox:start": 0.1, "sandbox:stop": 0.05}
+    expected = {
+        "sandbox:queue": 0.7,
+        "sandbox:command": 0.15,
+        "sandbox:start": 0.1,
+        "sandbox:stop": 0.05,
+    }
     assert shares == pytest.approx(expected)
     assert {cause_key(cause) for cause in shares} == {"s8"}
     (finding,) = [one for one in report.findings if one.rule == "trajectory_cause"]
@@ -343,7 +385,12 @@ def test_failed_trajectories_have_their_error_and_the_span_they_were_in(tmp_path
     logs[0].trajectory(20, 21, group="g7", status="failed", error=error)
     report = report_with(tmp_path, *logs)
     first, second, validation = report.rollout.failures
-    assert (first.trajectories, first.status, first.span, first.example) == (2, "failed", "tool:<b>", "g7/0")
+    assert (first.trajectories, first.status, first.span, first.example) == (
+        2,
+        "failed",
+        "tool:<b>",
+        "g7/0",
+    )
     assert first.error.startswith("ValueError: no such row xxx")
     assert len(first.error) == 120
     assert (second.span, second.example, second.status) == ("tool:slow", "g", "cancelled")
@@ -365,7 +412,9 @@ def test_a_log_that_cannot_be_read_is_missing_and_the_others_count(tmp_path: Pat
 
 
 def test_what_blocks_many_processes_is_one_finding(tmp_path: Path) -> None:
-    """With all of them, their time added up; what blocked is not named twice, nor lost behind other names."""
+    """With all of them, their time added up; what blocked is not named twice,
+    nor lost behind other names.
+    """
     loops = "loops of agent_loop_rank0, agent_loop_rank1, agent_loop_rank2 and 27 more"
     logs = [DrawnLog(rank) for rank in range(30)]
     for log in logs:
@@ -378,7 +427,8 @@ def test_what_blocks_many_processes_is_one_finding(tmp_path: Path) -> None:
     said = [finding for finding in report.findings if finding.rule == "loop_blocked"]
     first, second = said
     assert first.text == (
-        f"Tool `lookup` blocked the event {loops} for 30.0 s together, 30 times: 30 trajectories stood "
+        f"Tool `lookup` blocked the event {loops} for 30.0 s together, 30 times: 30 "
+        "trajectories stood "
         "still, for 30.0 s in total."
     )
     assert f"son.loads (json.py:3) blocked the event {loops} for " in second.text
@@ -396,12 +446,16 @@ def test_loop_lag_has_no_name_where_no_blocker_made_up_most_of_it(tmp_path: Path
     log.trajectory(0, 4, ("tool:http", 0.5, 2.001), ("tool:http", 2.2, 3.501))
     log.block(1, 2, number, "tool:lookup")
     log.block(2.5, 3.5, function="json.loads (json.py:3)")
-    causes = [row.cause for row in TABLES["trajectory_causes"].rows_shown(report_with(tmp_path, log))]
+    causes = [
+        row.cause for row in TABLES["trajectory_causes"].rows_shown(report_with(tmp_path, log))
+    ]
     assert [cause for cause in causes if cause.startswith("loop lag")] == ["loop lag"]
 
 
 def test_thousands_of_names_make_a_page_of_bounded_size(tmp_path: Path) -> None:
-    """Of tools, groups, statuses and functions; of tools, the first have rows and the others one."""
+    """Of tools, groups, statuses and functions; of tools,
+    the first have rows and the others one.
+    """
     log = DrawnLog()
     for number in range(1_500):
         begin = number / 200
@@ -433,13 +487,20 @@ def counted(folder: Path, *counts: tuple[str, float, float], clock_ns: int = 0) 
 
 def row(name: str, samples: int, last: float, mean: float, most: float) -> CounterRow:
     return CounterRow(
-        lane="agent_loop_rank0", name=name, samples=samples, last=last, mean=mean, max=pytest.approx(most)
+        lane="agent_loop_rank0",
+        name=name,
+        samples=samples,
+        last=last,
+        mean=mean,
+        max=pytest.approx(most),
     )
 
 
 def test_a_count_holds_until_the_next(tmp_path: Path) -> None:
     """On the controller's clock; the mean is over time."""
-    report = counted(tmp_path, ("queue", -4, 99), ("queue", -1, 2), ("queue", 5, 6), ("queue", 10.5, 500))
+    report = counted(
+        tmp_path, ("queue", -4, 99), ("queue", -1, 2), ("queue", 5, 6), ("queue", 10.5, 500)
+    )
     assert report.counters == [row("queue", 1, 6.0, 4.0, 6.0)]
     report = counted(tmp_path, ("queue", 5, 6), ("in flight", 6, 3), clock_ns=3600 * 10**9)
     assert [(one.name, one.samples, one.mean) for one in report.counters] == [

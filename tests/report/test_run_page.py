@@ -45,7 +45,9 @@ def text_of(page: str, section: str) -> str:
 
 
 def test_it_says_which_step_is_slowest(steps: list[Report], tmp_path: Path) -> None:
-    """With their stage, and relative links to their pages, so that the run's folder can be moved."""
+    """With their stage, and relative links to their pages,
+    so that the run's folder can be moved.
+    """
     page = page_of(steps, tmp_path)
     figures = text_of(page, "figures")
     assert "Step, median9.15 s" in figures
@@ -72,7 +74,9 @@ def test_hostile_names_stay_text(steps: list[Report], tmp_path: Path) -> None:
 
 
 def test_the_command_writes_it_into_the_folder_of_the_run(tmp_path: Path) -> None:
-    """Of all its steps, of each run its own; plain traces have none, a step alone leaves it as it is."""
+    """Of all its steps, of each run its own; plain traces have none,
+    a step alone leaves it as it is.
+    """
     for step in (3, 4):
         build_step(tmp_path / "run", step=step)
     assert main(["report", str(tmp_path / "run" / "step_000003"), "--save"]) == 0
@@ -90,7 +94,10 @@ def test_the_command_writes_it_into_the_folder_of_the_run(tmp_path: Path) -> Non
     traces.mkdir()
     shutil.copy(a / "step_000001" / "actor_rank0.torch.json.gz", traces)
     assert main(["report", str(a), str(b), str(traces), "--save"]) == 0
-    links = {run: set(re.findall(r'href="(step_\d+)/', (run / "index.html").read_text())) for run in (a, b)}
+    links = {
+        run: set(re.findall(r'href="(step_\d+)/', (run / "index.html").read_text()))
+        for run in (a, b)
+    }
     assert links == {a: {"step_000001", "step_000002"}, b: {"step_000003"}}
     assert not (traces / "index.html").exists()
     assert not (tmp_path / "index.html").exists()
@@ -101,7 +108,9 @@ class TestInABrowser:
 
     pytestmark = needs_browser
 
-    def test_steps_are_bars_that_lead_to_their_pages(self, steps: list[Report], tmp_path: Path) -> None:
+    def test_steps_are_bars_that_lead_to_their_pages(
+        self, steps: list[Report], tmp_path: Path
+    ) -> None:
         """By click and by Enter; a bar is as high as its step is long, its label has all stages."""
         for report in steps:
             folder = tmp_path / f"step_{report.step:06d}"
@@ -133,15 +142,23 @@ class TestEveryStep:
         for number in range(20):
             slow = {"rollout": 9000.0} if number == 12 else {}
             captured = "step_000012" if number == 12 else ""
-            log(summary(number, {"rollout": 5000.0, "update_actor": 3000.0, **slow}, captured=captured))
+            log(
+                summary(
+                    number, {"rollout": 5000.0, "update_actor": 3000.0, **slow}, captured=captured
+                )
+            )
         return run
 
     def test_the_page_shows_them_with_the_captures_marked(
         self, run: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """As a picture and as a table, with links to the captured ones; the terminal says one line."""
+        """As a picture and as a table, with links to the captured ones;
+        the terminal says one line.
+        """
         assert main(["report", str(run), "--save"]) == 0
-        said = "20 steps logged, 0 to 19; median 8.50 s, longest step 12 with 12.5 s (rollout +4.00 s)"
+        said = (
+            "20 steps logged, 0 to 19; median 8.50 s, longest step 12 with 12.5 s (rollout +4.00 s)"
+        )
         assert f"watch of {run}: {said}" in capsys.readouterr().out
         page = (run / "index.html").read_text()
         text = text_of(page, "every-step")
@@ -157,7 +174,10 @@ class TestEveryStep:
         page = (run / "index.html").read_text()
         figures = text_of(page, "figures")
         assert "Step, median8.50 sof 21 steps, from 8.50 s to 60.0 s" in figures
-        assert "SlowestStep 2060.0 s, +51.5 s over the median, most in update_actor (+56.5 s)" in figures
+        assert (
+            "SlowestStep 2060.0 s, +51.5 s over the median, most in update_actor (+56.5 s)"
+            in figures
+        )
         shutil.rmtree(run / "step_000012")
         assert main(["report", str(run), "--save"]) == 0
         assert text_of((run / "index.html").read_text(), "figures") == figures
@@ -172,7 +192,8 @@ class TestEveryStep:
         page = (tmp_path / "index.html").read_text()
         assert '<div class="trend"><span>12.5 s</span>' in page
         said = (
-            "SlowestStep 1212.5 s, +4.00 s over the median, most in rollout (+4.00 s); the first took 60.0 s"
+            "SlowestStep 1212.5 s, +4.00 s over the median, most in rollout (+4.00 s); "
+            "the first took 60.0 s"
         )
         assert said in text_of(page, "figures")
 
@@ -201,7 +222,8 @@ class TestEveryStep:
         assert seen["overflow"] <= 0
         assert (seen["bars"], seen["marks"]) == (20, 1)
         assert seen["links"] == [
-            "step 12: 12.5 s, captured: anomaly: rollout took 9.00 s, rollout 9.00 s, update_actor 3.00 s, "
+            "step 12: 12.5 s, captured: anomaly: rollout took 9.00 s, rollout 9.00 s, "
+            "update_actor 3.00 s, "
             "(in no stage) 500 ms"
         ]
         assert seen["heights"][12] / seen["heights"][0] == pytest.approx(12.5 / 8.5, rel=0.1)

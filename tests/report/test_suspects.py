@@ -1,4 +1,6 @@
-"""What a capture that was asked for says: who asked, why, and what sets the suspect apart from its peer."""
+"""What a capture that was asked for says: who asked, why,
+and what sets the suspect apart from its peer.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ def rank(index: int, kernels: list[Drawn], stages: list[Drawn] | None = None) ->
 
 
 def asked_by(
-    trigger: Trigger, folder: Path, workers: list[Worker], stages: list[Drawn] = STAGES, end: float = 8.0
+    trigger: Trigger,
+    folder: Path,
+    workers: list[Worker],
+    stages: list[Drawn] = STAGES,
+    end: float = 8.0,
 ) -> Report:
     """Return the report of a drawn step that this asked for."""
     drawn_inputs(folder, stages, workers, end)
@@ -48,7 +54,9 @@ def asked_by(
 
 
 def two_ranks(folder: Path, trigger: Trigger, slow: float = 3.0) -> Report:
-    """Rank 1 multiplies for some seconds longer than rank 0, which then waits for it in a collective."""
+    """Rank 1 multiplies for some seconds longer than rank 0,
+    which then waits for it in a collective.
+    """
     workers = [
         rank(0, [("gemm", 2, 4), ("ncclDevKernel_AllReduce", 4, 5 + slow)]),
         rank(1, [("gemm", 2, 4 + slow), ("ncclDevKernel_AllReduce", 4 + slow, 5 + slow)]),
@@ -63,7 +71,9 @@ def reported(folder: Path, trigger: Trigger, **changes: Any) -> Report:
 
 
 def test_a_capture_of_a_fault_that_lasts_is_not_said_to_be_without_it(tmp_path: Path) -> None:
-    """Usual are 3 s; the median is of faulty steps, 6 s as the captured one, and 8.5 s were noticed."""
+    """Usual are 3 s; the median is of faulty steps, 6 s as the captured one,
+    and 8.5 s were noticed.
+    """
     two_ranks(tmp_path, SLOW_STAGE)
     lasting = {"value": 8.5, "median": 6.0, "history": [6.0, 6.0, 6.0, 8.5]}
     report = reported(tmp_path, SLOW_STAGE, **lasting)
@@ -112,17 +122,28 @@ def test_what_cannot_be_compared_has_no_row(tmp_path: Path, change: dict[str, ob
 def test_an_engine_is_compared_by_what_its_lane_was_busy(tmp_path: Path) -> None:
     """The loop's stage is the window; without a named peer the others of the role are the peers."""
     workers = [
-        Worker("rollout", replica=index, kernels=[("attention", 0, end)], requests=[(0.0, end, tokens)])
+        Worker(
+            "rollout", replica=index, kernels=[("attention", 0, end)], requests=[(0.0, end, tokens)]
+        )
         for index, (end, tokens) in enumerate([(0.5, 9), (1.9, 39)])
     ]
     trigger = msgspec.structs.replace(
-        SLOW_STAGE, sign="leader", stage="rollout", suspects=["rollout1_rank0"], peers=["rollout0_rank0"]
+        SLOW_STAGE,
+        sign="leader",
+        stage="rollout",
+        suspects=["rollout1_rank0"],
+        peers=["rollout0_rank0"],
     )
     report = asked_by(trigger, tmp_path, workers)
     stage = next(row for row in report.suspects if row.kind == "stage")
     assert (stage.value, stage.peer_value) == pytest.approx((1.9, 0.5))
-    requests = {row.name: (row.value, row.peer_value) for row in report.suspects if row.kind == "request"}
-    assert requests == {"a request": pytest.approx((1.9, 0.5)), "a token": pytest.approx((0.04, 0.05))}
+    requests = {
+        row.name: (row.value, row.peer_value) for row in report.suspects if row.kind == "request"
+    }
+    assert requests == {
+        "a request": pytest.approx((1.9, 0.5)),
+        "a token": pytest.approx((0.04, 0.05)),
+    }
     workers = [rank(index, [("gemm", 2, 7 if index == 1 else 4)]) for index in range(4)]
     trigger = msgspec.structs.replace(SLOW_STAGE, peers=["actor_rank9"])
     report = asked_by(trigger, tmp_path, workers)
@@ -131,7 +152,9 @@ def test_an_engine_is_compared_by_what_its_lane_was_busy(tmp_path: Path) -> None
 
 
 def test_kernels_of_a_suspect_and_its_peer_are_of_one_range(tmp_path: Path) -> None:
-    """One ran no operator in the stage: what it ran elsewhere is not set against the other's stage."""
+    """One ran no operator in the stage: what it ran elsewhere is
+    not set against the other's stage.
+    """
     rows = {}
     more: list[Drawn] = [("aten::mm", 2, 7), ("aten::add_", 7.1, 7.17), ("aten::copy_", 7.8, 8)]
     for stage in ("update_actor", ""):
@@ -143,24 +166,34 @@ def test_kernels_of_a_suspect_and_its_peer_are_of_one_range(tmp_path: Path) -> N
         ]
         drawn_inputs(tmp_path, own, workers, 8.0)
         kernels = [
-            row for row in reported(tmp_path, SLOW_STAGE, stage=stage).suspects if row.kind == "kernel"
+            row
+            for row in reported(tmp_path, SLOW_STAGE, stage=stage).suspects
+            if row.kind == "kernel"
         ]
         rows[stage] = {row.name: (row.value, row.peer_value) for row in kernels}
     assert rows["update_actor"] == {"aten::mm": (pytest.approx(5.0), 0)}
     assert rows[""] == {"aten::mm": (pytest.approx(5.0), 0), "aten::copy_": (pytest.approx(0.2), 0)}
 
 
-def test_the_loops_time_in_no_stage_comes_first_where_the_watch_asked_for_it(tmp_path: Path) -> None:
+def test_the_loops_time_in_no_stage_comes_first_where_the_watch_asked_for_it(
+    tmp_path: Path,
+) -> None:
     """However small its share is, and although it says no more of who lost what."""
-    trigger = msgspec.structs.replace(SLOW_STAGE, stage="", suspects=["controller"], peers=[], median=0.25)
+    trigger = msgspec.structs.replace(
+        SLOW_STAGE, stage="", suspects=["controller"], peers=[], median=0.25
+    )
     workers = [rank(0, [("gemm", 3, 8)], [("update_actor", 3, 8)])]
-    report = asked_by(trigger, tmp_path, workers, [("rollout", 0.0, 2.0), ("update_actor", 3.0, 8.0)])
+    report = asked_by(
+        trigger, tmp_path, workers, [("rollout", 0.0, 2.0), ("update_actor", 3.0, 8.0)]
+    )
     said = "The loop was in no stage for 1.00 s (12% of the step); the median before was 250 ms."
     assert report.findings[0].text == said
 
 
 def test_who_asked_is_the_first_line(tmp_path: Path) -> None:
-    """Of a capture on demand the person is named and when; of a scheduled one there is nothing to say."""
+    """Of a capture on demand the person is named and when;
+    of a scheduled one there is nothing to say.
+    """
     demand = Trigger(kind="demand", by="root@node1", request="ab12", reason="looks slow")
     report = two_ranks(tmp_path, demand)
     line = printed(report).splitlines()[1]
@@ -168,9 +201,14 @@ def test_who_asked_is_the_first_line(tmp_path: Path) -> None:
     assert line.endswith(" by demand of root@node1 (request ab12): looks slow")
     assert "by demand of root@node1" in render_html(report)
     assert two_ranks(tmp_path, Trigger()).asked is None
-    both = msgspec.structs.replace(SLOW_STAGE, kind="schedule", reason="schedule.every=10; it is slow")
+    both = msgspec.structs.replace(
+        SLOW_STAGE, kind="schedule", reason="schedule.every=10; it is slow"
+    )
     scheduled = two_ranks(tmp_path, both)
-    assert " by schedule, slow_stage in step 41: schedule.every=10; it" in printed(scheduled).splitlines()[1]
+    assert (
+        " by schedule, slow_stage in step 41: schedule.every=10; it"
+        in printed(scheduled).splitlines()[1]
+    )
     assert scheduled.suspects, "they are in the manifest all the same"
     shown = printed(two_ranks(tmp_path, SLOW_STAGE)).splitlines()
     assert " by anomaly, slow_stage in step 41: update_actor" in shown[1]
@@ -178,13 +216,19 @@ def test_who_asked_is_the_first_line(tmp_path: Path) -> None:
 
 
 def waited_for(folder: Path, late: list[Drawn], other: list[Drawn]) -> Report:
-    """Return the report of a loop that waits for 6 s of 8; what replicas run at its end is cut off there."""
-    workers = [Worker("rollout", replica=index, stages=stages) for index, stages in enumerate((late, other))]
+    """Return the report of a loop that waits for 6 s of 8;
+    what replicas run at its end is cut off there.
+    """
+    workers = [
+        Worker("rollout", replica=index, stages=stages)
+        for index, stages in enumerate((late, other))
+    ]
     stages = [("wait_rollout", 0.0, 6.0), ("update_actor", 6.0, 8.0)]
     manifest = drawn_inputs(folder, stages, workers, 8.0).manifest
     for worker in manifest.workers:
         spans = [
-            msgspec.structs.replace(span, failed=span.end_ns > manifest.end_ns) for span in worker.stages
+            msgspec.structs.replace(span, failed=span.end_ns > manifest.end_ns)
+            for span in worker.stages
         ]
         rewrite_worker(folder, worker.name, stages=spans)
     suspects = {"suspects": ["rollout0_rank0"], "peers": ["rollout1_rank0"]}
@@ -215,7 +259,9 @@ def test_what_the_capture_cut_off_is_compared_with_nothing(
 
 def test_a_process_without_stages_has_its_memory(tmp_path: Path) -> None:
     """What both measured is compared."""
-    trigger = msgspec.structs.replace(SLOW_STAGE, sign="memory", stage="", value=428e6, median=340e6)
+    trigger = msgspec.structs.replace(
+        SLOW_STAGE, sign="memory", stage="", value=428e6, median=340e6
+    )
     asked_by(trigger, tmp_path, [rank(0, [("gemm", 2, 4)]), rank(1, [("gemm", 2, 4)])])
     for name, value in (("actor_rank0", 379e6), ("actor_rank1", 572e6)):
         rewrite_worker(tmp_path, name, metrics={"stage/update_actor/process_peak_rss_bytes": value})
@@ -242,8 +288,12 @@ def test_what_is_of_the_suspect_alone_is_the_first_finding(tmp_path: Path) -> No
     own: list[Drawn] = [("rollout", 0, 1), ("update_actor", 2, 8)]
     calls: list[Drawn] = [("cudaStreamSynchronize", 2, 8)]
     workers = [
-        Worker("actor", 0, stages=[("update_actor", 2, 6)], kernels=[("gemm", 2, 2.1)], calls=calls),
-        Worker("actor", 1, stages=[("update_actor", 2, 8)], kernels=[("gemm", 2, 2.1)], calls=calls),
+        Worker(
+            "actor", 0, stages=[("update_actor", 2, 6)], kernels=[("gemm", 2, 2.1)], calls=calls
+        ),
+        Worker(
+            "actor", 1, stages=[("update_actor", 2, 8)], kernels=[("gemm", 2, 2.1)], calls=calls
+        ),
     ]
     drawn_inputs(tmp_path, own, workers, 8.0)
     found = reported(tmp_path, Trigger()).findings
@@ -263,7 +313,13 @@ def test_a_process_that_ran_no_operator_is_not_damaged(
     drawn_inputs(tmp_path, STAGES, workers, 8.0)
     for path in tmp_path.glob("rollout*.torch.json.gz"):
         trace = json.loads(gzip.decompress(path.read_bytes()))
-        recording = {"ph": "X", "cat": "Trace", "name": "PyTorch Profiler (0)", "pid": "Spans", "tid": "P"}
+        recording = {
+            "ph": "X",
+            "cat": "Trace",
+            "name": "PyTorch Profiler (0)",
+            "pid": "Spans",
+            "tid": "P",
+        }
         trace["traceEvents"].append({**recording, "ts": 0.0, "dur": 8e6})
         path.write_bytes(gzip.compress(json.dumps(trace).encode()))
     report = open_step(tmp_path).report()

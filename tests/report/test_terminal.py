@@ -39,12 +39,23 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
         ("slow weight sync", "% weight sync", "Lanes were idle while weights went to the engines"),
     ],
 )
-def test_the_first_screen_says_what_is_wrong(tmp_path: Path, fault: str, cause: str, finding: str) -> None:
+def test_the_first_screen_says_what_is_wrong(
+    tmp_path: Path, fault: str, cause: str, finding: str
+) -> None:
     """In 45 lines; on the page, lost time has the cause of the first finding."""
     report = whole_step(tmp_path, ranks=16, replicas=4, fault=fault)
     shown = printed(report, 80, everything=False)
     assert len(shown.splitlines()) <= 45
-    order = ["Step: ", "Tokens per second: ", "busy: ", "Lost: ", "• ", "\nStages", "\nLost ", "--all"]
+    order = [
+        "Step: ",
+        "Tokens per second: ",
+        "busy: ",
+        "Lost: ",
+        "• ",
+        "\nStages",
+        "\nLost ",
+        "--all",
+    ]
     at = [shown.index(part) for part in order]
     assert at == sorted(at)
     assert "lane-seconds" in shown
@@ -57,7 +68,9 @@ def test_the_first_screen_says_what_is_wrong(tmp_path: Path, fault: str, cause: 
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_it_fits_the_terminal(report: Report, width: int) -> None:
-    """From 80 to 100 columns; a number stays in one piece, and so does each name of a lane, if over lines."""
+    """From 80 to 100 columns; a number stays in one piece, and so does each name of a lane,
+    if over lines.
+    """
     text = printed(report, width)
     assert max(map(len, text.splitlines())) <= min(width, 100)
     assert not re.search(r"^ *(s|ms|us|ns)\b", text, re.MULTILINE)
@@ -65,7 +78,9 @@ def test_it_fits_the_terminal(report: Report, width: int) -> None:
     assert all(row.name in first_column for row in report.workers)
 
 
-def test_a_pipe_gets_100_columns_without_colour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_100_columns_without_colour(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", str(build_step(tmp_path)), "--all"]) == 0
     printed = capsys.readouterr().out
     assert 80 < max(map(len, printed.splitlines())) <= 100
@@ -82,7 +97,9 @@ def test_what_is_left_out_is_counted(report: Report) -> None:
 
 @pytest.mark.parametrize("suspects", [0, 9])
 def test_long_names_make_the_first_screen_no_longer(report: Report, suspects: int) -> None:
-    """At 100 columns, each row has one line; an option stays whole if the change beside it can be cut."""
+    """At 100 columns, each row has one line; an option stays whole
+    if the change beside it can be cut.
+    """
     finding = Finding(rule="idle", text="t" * 190, advice="a" * 90, seconds=1.0)
     tool = {
         "change": "browser_open_and_screenshot_with_all_its_frames in 50% of its time",
@@ -104,5 +121,7 @@ def test_long_names_make_the_first_screen_no_longer(report: Report, suspects: in
     )
     shown = printed(worst, 100, everything=False)
     assert len(shown.splitlines()) <= 45
-    assert re.search(r"\nbrowser.*….* time +--tool browser_open_and_screenshot=0\.5x +\d.*hours\n", shown)
+    assert re.search(
+        r"\nbrowser.*….* time +--tool browser_open_and_screenshot=0\.5x +\d.*hours\n", shown
+    )
     assert "\n3 more findings and 18 more notes: --all\n" in shown

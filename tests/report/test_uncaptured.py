@@ -1,4 +1,6 @@
-"""The report of a run of which no step was captured: what its watch has logged, and how to have a capture."""
+"""The report of a run of which no step was captured: what its watch has logged,
+and how to have a capture.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def write_start(run: Path, process: ProcessId, end_ns: int | None = None) -> Non
 def test_the_terminal_shows_the_history_and_says_how_to_capture(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In place of an error: a job with its watch on is worth a look; check has nothing to complain of."""
+    """In place of an error: a job with its watch on is worth a look;
+    check has nothing to complain of.
+    """
     assert main(["report", str(run)]) == EXIT_OK
     said = capsys.readouterr().out
     for text in (
@@ -71,7 +75,9 @@ def test_the_terminal_shows_the_history_and_says_how_to_capture(
 def test_watched_runs_are_compared_without_captures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
 ) -> None:
-    """A stage that became slower is in the table, with its noise, and fails the limit; another does not."""
+    """A stage that became slower is in the table, with its noise, and fails the limit;
+    another does not.
+    """
     noise = random.Random(seed)
     slow, ratio = noise.choice(["rollout", "old_log_prob", "update_actor"]), noise.uniform(1.3, 3.0)
     for side, by in (("before", 1.0), ("after", ratio)):
@@ -97,12 +103,18 @@ def run_table(said: str) -> dict[str, list[str]]:
 
 
 def test_a_drift_is_more_than_chance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A rollout that grows by a tenth; scoring that jitters by as much and an update by a little do not."""
+    """A rollout that grows by a tenth; scoring that jitters by as much and an update
+    by a little do not.
+    """
     log = WatchLog(tmp_path)
     for number in range(40):
         jitter = (number * 17 % 40) / 40
         rollout = 5000 + 500 * number / 40 + 100 * jitter
-        times = {"rollout": rollout, "reward": 1000 + 500 * jitter, "update_actor": 3000 + 20 * number / 40}
+        times = {
+            "rollout": rollout,
+            "reward": 1000 + 500 * jitter,
+            "update_actor": 3000 + 20 * number / 40,
+        }
         log(summary(number, times))
     assert main(["report", str(tmp_path)]) == EXIT_OK
     rows = run_table(capsys.readouterr().out)
@@ -122,14 +134,18 @@ def test_a_jump_is_no_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     at = noise.randint(steps // 4, 3 * steps // 4)
     log = WatchLog(tmp_path)
     for step in range(steps):
-        log(summary(step, {"rollout": (5000 + jump * (step >= at)) * noise.lognormvariate(0, 0.01)}))
+        log(
+            summary(step, {"rollout": (5000 + jump * (step >= at)) * noise.lognormvariate(0, 0.01)})
+        )
     assert main(["report", str(tmp_path)]) == EXIT_OK
     kind, size, unit = run_table(capsys.readouterr().out)["rollout"][3].split()
     assert kind == "jump"
     assert float(size) * {"s": 1000, "ms": 1}[unit] == pytest.approx(jump, abs=100)
 
 
-def test_a_stage_of_some_steps_is_in_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_of_some_steps_is_in_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A validation every fifth step, which the last step does not have."""
     log = WatchLog(tmp_path)
     for number in range(12):
@@ -155,7 +171,9 @@ def test_the_page_of_the_run_has_every_step(run: Path, capsys: pytest.CaptureFix
     assert found["watch"][3]["exposed"][0]["exposed_ns"] == 5_000_000_000
 
 
-def test_a_job_that_runs_is_asked_for_its_next_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_runs_is_asked_for_its_next_step(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One that has ended, or whose process is gone, cannot be asked any more; that is said."""
     write_start(run, ProcessId.current())
     assert main(["report", str(run)]) == EXIT_OK
@@ -172,7 +190,9 @@ def test_a_job_that_runs_is_asked_for_its_next_step(run: Path, capsys: pytest.Ca
     assert main(["report", str(run)]) == EXIT_OK
 
 
-def test_what_is_made_of_captured_steps_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_made_of_captured_steps_is_refused(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for option in ("--csv", "--tensorboard"):
         assert main(["report", str(run), option, str(run.parent / "out")]) == EXIT_BAD_INPUT
         assert f"{option}: No step was captured" in capsys.readouterr().err
@@ -193,8 +213,16 @@ STRANGE: list[dict[str, Any]] = [
     {"end_ns": -(10**18)},
     {"begin_ns": -4 * 10**18, "end_ns": 4 * 10**18},
     {"end_ns": 1, "begin_ns": 0},
-    {"weather": {"is": ["fine"]}, "exposed": [{"name": "rollout", "exposed_ns": 5, "colour": "red"}]},
-    {"exposed": [{"name": "a", "exposed_ns": 4 * 10**18, "imbalance": 1e308, "lead_ns": 4 * 10**18}] * 3},
+    {
+        "weather": {"is": ["fine"]},
+        "exposed": [{"name": "rollout", "exposed_ns": 5, "colour": "red"}],
+    },
+    {
+        "exposed": [
+            {"name": "a", "exposed_ns": 4 * 10**18, "imbalance": 1e308, "lead_ns": 4 * 10**18}
+        ]
+        * 3
+    },
     {"exposed": [{"name": "a", "exposed_ns": 1, "imbalance": -5.0}]},
     {"exposed": []},
     {"spans": [{"name": "x", "runs": 1 << 53, "duration_ns": 4 * 10**18, "failed": 1 << 53}] * 3},
@@ -215,7 +243,9 @@ def found_in(run: Path, capsys: pytest.CaptureFixture[str]) -> list[StepSummary]
     assert "\x1b" not in said
     page = (run / "index.html").read_text()
     assert len(page.encode()) < PAGE
-    assert not re.search(r"\b(nan|inf)\b", re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL))
+    assert not re.search(
+        r"\b(nan|inf)\b", re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+    )
     assert Elements(page).outside == []
     assert main(["report", "--json", str(run)]) == EXIT_OK
     steps = json.loads(capsys.readouterr().out)["watch"]
@@ -230,7 +260,9 @@ def write_lines(run: Path, *lines: str | bytes) -> None:
 
 def line(step: int, **fields: Any) -> str:
     """Return a line of a step, with some fields as they should not be."""
-    made = json.loads(msgspec.json.encode(msgspec.structs.replace(summary(step), loop=[], workers=[])))
+    made = json.loads(
+        msgspec.json.encode(msgspec.structs.replace(summary(step), loop=[], workers=[]))
+    )
     return json.dumps({**made, **fields})
 
 
@@ -261,11 +293,16 @@ def test_stages_with_any_name_and_hundreds_of_them(
     log = WatchLog(tmp_path)
     for number in range(100):
         log(
-            summary(number, {f"étape {at} 世界 🚀 \u202e": 1.0 + 1000 * (at % 100 == 7) for at in range(500)})
+            summary(
+                number,
+                {f"étape {at} 世界 🚀 \u202e": 1.0 + 1000 * (at % 100 == 7) for at in range(500)},
+            )
         )
     assert len(found_in(tmp_path, capsys)) == 100
     assert main(["top", "--once", str(tmp_path)]) == EXIT_OK
-    shown = [row.split()[1] for row in capsys.readouterr().out.splitlines() if row.startswith("étape")]
+    shown = [
+        row.split()[1] for row in capsys.readouterr().out.splitlines() if row.startswith("étape")
+    ]
     assert [at for at in shown if int(at) % 100 == 7] == ["7", "107", "207", "307", "407"]
     assert len(shown) <= 16
 

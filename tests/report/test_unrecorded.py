@@ -29,18 +29,23 @@ LANES = ["actor_rank0", "actor_rank1", "rollout0_rank0"]
 def trace_of_a_gpu(with_device: bool, with_calls: bool = False) -> bytes:
     """Return a real trace; without its device it is what torch writes where it does not get CUPTI.
 
-    With calls alone, it is what torch writes where CUPTI loses the kernels, as on some hosts with WSL.
+    With calls alone, it is what torch writes where CUPTI loses the kernels, as on some hosts with
+    WSL.
     """
     trace = json.loads(gzip.decompress(OF_A_GPU.read_bytes()))
     if not with_device:
         lost = ("kernel", "gpu_", *(() if with_calls else ("cuda_runtime", "cuda_driver")))
-        trace["traceEvents"] = [e for e in trace["traceEvents"] if not e.get("cat", "").startswith(lost)]
+        trace["traceEvents"] = [
+            e for e in trace["traceEvents"] if not e.get("cat", "").startswith(lost)
+        ]
     return json.dumps(trace).encode()
 
 
 def finished(folder: Path, content: bytes, device: str) -> Artifact:
     """Return what becomes of a training worker's raw trace."""
-    expected = Artifact(path="actor_rank0.torch.json.gz", lane="actor_rank0", tool="torch", status="missing")
+    expected = Artifact(
+        path="actor_rank0.torch.json.gz", lane="actor_rank0", tool="torch", status="missing"
+    )
     part = folder / ".part"
     part.write_bytes(content)
     output = output_of_trace(part, folder / expected.path, expected, device=device)
@@ -48,12 +53,15 @@ def finished(folder: Path, content: bytes, device: str) -> Artifact:
 
 
 @pytest.mark.parametrize(
-    ("with_device", "device", "said"), [(False, "cuda", True), (True, "cuda", False), (False, "", False)]
+    ("with_device", "device", "said"),
+    [(False, "cuda", True), (True, "cuda", False), (False, "", False)],
 )
 def test_a_trace_without_its_device_says_so(
     tmp_path: Path, with_device: bool, device: str, said: bool
 ) -> None:
-    """It stays readable; the manifest says what is not in it. A trace of a CPU job has nothing to say."""
+    """It stays readable; the manifest says what is not in it.
+    A trace of a CPU job has nothing to say.
+    """
     artifact = finished(tmp_path, trace_of_a_gpu(with_device), device)
     assert artifact.status == "ok"
     assert artifact.unrecorded_device == ("cuda" if said else "")
@@ -66,12 +74,15 @@ def test_launches_without_a_kernel_say_so(tmp_path: Path) -> None:
     assert artifact.unrecorded_device == "cuda"
 
 
-def test_the_cause_is_named_where_it_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cause_is_named_where_it_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NVTX that loads CUPTI is the known cause, with its remedy."""
     monkeypatch.setenv(VARIABLE, "/usr/local/cuda/lib64/libcupti.so.12")
     reason = finished(tmp_path, trace_of_a_gpu(with_device=False), "cuda").reason
     assert (
-        f"{VARIABLE}=/usr/local/cuda/lib64/libcupti.so.12 makes NVTX the only subscriber of CUPTI" in reason
+        f"{VARIABLE}=/usr/local/cuda/lib64/libcupti.so.12 makes NVTX the only subscriber of CUPTI"
+        in reason
     )
     assert f"set {VARIABLE}=/nonexistent/" in reason
 
@@ -84,14 +95,18 @@ def test_the_cause_is_named_where_it_is_seen(tmp_path: Path, monkeypatch: pytest
 def test_an_engines_trace_says_so_too(
     tmp_path: Path, suffix: str, device: str, activities: Any, said: bool
 ) -> None:
-    """Plain or compressed; not where the settings ask for the host alone, or the engine runs on a CPU."""
+    """Plain or compressed; not where the settings ask for the host alone,
+    or the engine runs on a CPU.
+    """
     content = trace_of_a_gpu(with_device=False)
     raw = tmp_path / f"raw{suffix}"
     raw.write_bytes(gzip.compress(content, 1) if suffix.endswith("gz") else content)
     expected = Artifact(
         path="rollout0_rank0.torch.json.gz", lane="rollout0_rank0", tool="torch", status="missing"
     )
-    output = output_of(raw, tmp_path, expected, TorchTool(TorchOptions(activities=activities)), device)
+    output = output_of(
+        raw, tmp_path, expected, TorchTool(TorchOptions(activities=activities)), device
+    )
     artifact = output.finish()
     assert (artifact.status, artifact.unrecorded_device) == ("ok", "cuda" if said else "")
 
@@ -101,13 +116,17 @@ def report_without(tmp_path: Path, *names: str, **fields: Any) -> Report:
     folder = build_step(tmp_path)
     for worker in read_manifest(folder).workers:
         if worker.name in names:
-            traces = [msgspec.structs.replace(one, unrecorded_device="cuda") for one in worker.artifacts]
+            traces = [
+                msgspec.structs.replace(one, unrecorded_device="cuda") for one in worker.artifacts
+            ]
             rewrite_worker(folder, worker.name, artifacts=traces, **fields)
     return open_step(folder).report()
 
 
 def test_the_report_does_not_take_it_for_a_capture_of_cpus(tmp_path: Path) -> None:
-    """The first finding says what is lost and what to set; no figure of the host stands for the device."""
+    """The first finding says what is lost and what to set;
+    no figure of the host stands for the device.
+    """
     report = report_without(tmp_path, "actor_rank0", "actor_rank1", "rollout0")
     finding, *others = report.findings
     assert finding.rule == "device_unrecorded"

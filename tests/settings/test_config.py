@@ -39,7 +39,11 @@ WRONG: list[tuple[Any, str, str]] = [
     # settings, dotted key, part of the message
     ({"enbale": True}, "enbale", "did you mean 'enable'?"),
     ({"tools": {"torch": {"stacks": True}}}, "tools.torch.stacks", "did you mean 'stack'?"),
-    ({"roles": {"actor": {"tools": {"torch": {"a": 1}}}}}, "roles.actor.tools.torch.a", "choose from: "),
+    (
+        {"roles": {"actor": {"tools": {"torch": {"a": 1}}}}},
+        "roles.actor.tools.torch.a",
+        "choose from: ",
+    ),
     ({"tools": {"nsight": {}}}, "tools.nsight", "no tool of that name is used"),
     ({"tool": "troch"}, "tool", "did you mean 'torch'?"),
     ({"tool": "no_such_module:Tool"}, "tool", "No module named 'no_such_module'"),
@@ -54,7 +58,12 @@ WRONG: list[tuple[Any, str, str]] = [
             ("nsys", {"arguments": {"o": "x"}}, "arguments.o", "is set by the tool itself"),
             ("npu", {"activities": []}, "activities", "is empty"),
             ("npu", {"export": ["db"]}, "export", "must contain 'text'"),
-            ("npu", {"level": "level0", "aic_metrics": "Memory"}, "aic_metrics", "needs level1 or level2"),
+            (
+                "npu",
+                {"level": "level0", "aic_metrics": "Memory"},
+                "aic_metrics",
+                "needs level1 or level2",
+            ),
             ("npu", {"level": "none", "mstx": False}, "level", "mstx is false"),
             ("precision", {"task": "structure"}, "level", "must be L0 or mix"),
             ("trajectories", {"max_spans": 0}, "max_spans", "at least 1"),
@@ -151,7 +160,10 @@ def test_keywords_are_checked_like_a_dict(keywords: dict[str, Any], key: str) ->
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"watch": {"enable": True, "trigger": {}}}, ["watch.trigger: never requests", "schedule.steps=[]"]),
+        (
+            {"watch": {"enable": True, "trigger": {}}},
+            ["watch.trigger: never requests", "schedule.steps=[]"],
+        ),
         (
             {"watch": {"enable": True, "trigger": {}}, "schedule": {"every": 1}},
             ["captures every step", "schedule.every"],
@@ -181,7 +193,9 @@ def test_a_role_overrides_what_it_names_and_nothing_else() -> None:
             "critic": {"tool": "spans", "stages": ["update_critic"]},
         },
     )
-    actor, rollout, ref, critic = (config.for_role(role) for role in ("actor", "rollout", "ref", "critic"))
+    actor, rollout, ref, critic = (
+        config.for_role(role) for role in ("actor", "rollout", "ref", "critic")
+    )
     assert (actor.mode, actor.ranks, actor.stages) == (
         "e2e",
         frozenset(range(4)),
@@ -198,19 +212,28 @@ def test_a_role_overrides_what_it_names_and_nothing_else() -> None:
 
 
 def test_a_worker_is_selected_by_rank_and_replica() -> None:
-    """Both have to match where they are given; ranks are text, a number or a list, and nothing means all."""
+    """Both have to match where they are given; ranks are text, a number or a list,
+    and nothing means all.
+    """
     role = on(select={"ranks": "0,8-15", "replicas": "1"}).for_role("rollout")
     assert [rank for rank in range(20) if role.selects(rank)] == [0, *range(8, 16)]
     assert role.selects(8, replica=1)
     assert not role.selects(8, replica=0)
     assert not role.selects(1, replica=1)
     assert not on(select={"roles": ["x"]}).for_role("actor").selects(0)
-    for ranks, expected in ((" 0, 2-4 ,9", {0, 2, 3, 4, 9}), (3, {3}), ((1, 2, 2), {1, 2}), (None, None)):
+    for ranks, expected in (
+        (" 0, 2-4 ,9", {0, 2, 3, 4, 9}),
+        (3, {3}),
+        ((1, 2, 2), {1, 2}),
+        (None, None),
+    ):
         assert on(select={"ranks": ranks}).for_role("actor").ranks == expected
 
 
 def test_an_omegaconf_config_is_taken_with_its_interpolations() -> None:
-    """A ``DictConfig`` is resolved; what OmegaConf cannot resolve is reported like any other mistake."""
+    """A ``DictConfig`` is resolved; what OmegaConf cannot resolve is
+    reported like any other mistake.
+    """
     plain = {"enable": True, "save_path": "runs/x", "schedule": {"steps": [2, 3]}}
     node = OmegaConf.create({"root": "runs", "p": {**plain, "save_path": "${root}/x"}})
     assert ProfilingConfig.from_any(node.p) == ProfilingConfig.from_any(plain)
@@ -230,7 +253,9 @@ def compose(*overrides: str) -> ProfilingConfig:
 
 
 def test_hydra_finds_the_group_and_reaches_every_level() -> None:
-    """``pkg://verl_profiling.conf`` is all that a config needs; new role and tool entries are overrides."""
+    """``pkg://verl_profiling.conf`` is all that a config needs;
+    new role and tool entries are overrides.
+    """
     assert compose() == on()
     assert compose("profiling=discrete").mode == "discrete"
     assert compose("profiling=e2e").mode == "e2e"
@@ -272,7 +297,9 @@ def test_the_yaml_lists_every_setting_with_its_default() -> None:
 
 json_like = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=12,
 )
 names = st.sampled_from(["torch", "spans", "torch:x", ":", "actor", "0-3", "e2e", "1,2", ""])

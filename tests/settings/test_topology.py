@@ -13,7 +13,9 @@ SIZES = {"tp": 2, "pp": 4, "dp": 2}
 
 
 def role(select: dict[str, Any], **roles: Any) -> RoleConfig:
-    config = ProfilingConfig.from_any({"enable": True, "tool": "spans", "select": select, "roles": roles})
+    config = ProfilingConfig.from_any(
+        {"enable": True, "tool": "spans", "select": select, "roles": roles}
+    )
     return config.for_role("actor")
 
 
@@ -44,7 +46,13 @@ def test_workers_are_chosen_by_their_place() -> None:
 def test_the_name_shows_how_the_model_is_split() -> None:
     """Coordinates of dimensions with several ranks are in the name, data-parallel ones are not."""
     identity = WorkerIdentity(
-        role="actor", rank=3, topology={"tp": 1, "pp": 1, "cp": 0, "dp": 1}, sizes={**SIZES, "cp": 1}
+        role="actor",
+        rank=3,
+        topology={"tp": 1, "pp": 1, "cp": 0, "dp": 1},
+        sizes={**SIZES, "cp": 1},
     )
     assert identity.name == identity.lane() == "actor_rank3_tp1_pp1"
-    assert WorkerIdentity(role="actor", rank=3, topology={"dp": 3}, sizes={"dp": 4}).name == "actor_rank3"
+    assert (
+        WorkerIdentity(role="actor", rank=3, topology={"dp": 3}, sizes={"dp": 4}).name
+        == "actor_rank3"
+    )

@@ -68,7 +68,10 @@ def train(folder: Path, phase: str, way: str, draw: random.Random) -> None:
         "tool": "spans",
         "watch": {"enable": draw.random() < 0.5},
     }
-    config |= {"mode": draw.choice(("e2e", "discrete")), "schedule": {"steps": list(range(1, STEPS + 1))}}
+    config |= {
+        "mode": draw.choice(("e2e", "discrete")),
+        "schedule": {"steps": list(range(1, STEPS + 1))},
+    }
 
     def die(place: str) -> None:
         if (place, now) == (phase, fatal):

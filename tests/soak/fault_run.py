@@ -1,4 +1,6 @@
-"""A training loop in which something goes wrong in nearly every step, by a plan that a seed makes."""
+"""A training loop in which something goes wrong in nearly every step,
+by a plan that a seed makes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from verl_profiling.workers import CaptureMixin
 WORKERS = ("actor_rank0", "actor_rank1", "critic_rank0")
 CRITIC_STAGES = ("values", "update_critic")
 RANKS = 2
-TRACE = json.dumps({"traceEvents": [{"ph": "X", "name": "kernel", "ts": 1, "dur": 1, "pid": 1, "tid": 1}]})
+TRACE = json.dumps(
+    {"traceEvents": [{"ph": "X", "name": "kernel", "ts": 1, "dur": 1, "pid": 1, "tid": 1}]}
+)
 ENGINE = ("rollout0_rank0.torch.json.gz", "rollout0_rank1.torch.json.gz")
 IN_THE_TOOL = {
     "a tool raises at its start": "start raises",
@@ -82,7 +86,11 @@ class Fault:
         own = {name for name in expected() if name.startswith(f"{self.lane}.")}
         if self.kind in IN_THE_TOOL or self.kind == "a worker dies in the step":
             return {name for name in own if CRITIC_STAGES[0] not in name}
-        return own if self.kind in ("a worker raises at the start", "a worker hangs at the start") else set()
+        return (
+            own
+            if self.kind in ("a worker raises at the start", "a worker hangs at the start")
+            else set()
+        )
 
 
 def expected() -> set[str]:
@@ -96,7 +104,9 @@ def faults(seed: int, kinds: Sequence[str], steps: int) -> list[Fault]:
     drawn: list[str] = []
     while len(drawn) < steps:
         drawn += dice.sample(kinds, len(kinds))
-    return [Fault(step, kind, dice.choice(WORKERS)) for step, kind in enumerate(drawn[:steps], start=1)]
+    return [
+        Fault(step, kind, dice.choice(WORKERS)) for step, kind in enumerate(drawn[:steps], start=1)
+    ]
 
 
 class FaultyWorker(CaptureMixin):
@@ -256,7 +266,9 @@ class FaultRun:
             callback.on_step_end()
 
     def _block(self, manifest: Path) -> None:
-        """Put a folder in its place; that the capture has begun may be written at the same moment."""
+        """Put a folder in its place; that the capture has begun may be written
+        at the same moment.
+        """
         while not manifest.is_dir():
             manifest.unlink(missing_ok=True)
             try:
@@ -300,11 +312,15 @@ class FaultRun:
         return self._run / f"step_{step:06d}"
 
     def _look_at(self, fault: Fault) -> str:
-        """Return what was lost of a step without being damaged, or that ``check`` is wrong of it."""
+        """Return what was lost of a step without being damaged,
+        or that ``check`` is wrong of it.
+        """
         folder = self._folder(fault.step)
         unwritten = fault.kind == "the manifest cannot be written"
         # Without a manifest, each file stands for itself.
-        files = [file for file in folder.glob("*.json*") if file.is_file()] if unwritten else [folder]
+        files = (
+            [file for file in folder.glob("*.json*") if file.is_file()] if unwritten else [folder]
+        )
         entries = [entry for file in files for entry in check(file).artifacts]
         kept = {entry.path.removesuffix(".gz") for entry in entries if entry.status == "ok"}
         lost = {name.removesuffix(".gz") for name in expected() - fault.damaged()} - kept

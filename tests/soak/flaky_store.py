@@ -16,7 +16,9 @@ from verl_profiling.workers import CaptureMixin
 
 
 class FlakyStore(MemoryFileSystem):
-    """Fails each call with a probability, until a number of failures; some uploads lose their last byte."""
+    """Fails each call with a probability, until a number of failures;
+    some uploads lose their last byte.
+    """
 
     protocol = "flaky"
     store: dict[str, Any] = {}

@@ -1,4 +1,6 @@
-"""A loop of thousands of steps with captures: ``python -m tests.soak.long_loop FOLDER STEPS CAPTURES``."""
+"""A loop of thousands of steps with captures: ``python -m tests.soak.long_loop
+FOLDER STEPS CAPTURES``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from verl_profiling.workers import CaptureMixin
 def main(folder: str, steps: str, captures: str) -> None:
     """Train; print what the second half of the steps added, and what ``check`` says."""
     count, every = int(steps), int(steps) // int(captures)
-    config: dict[str, Any] = {"enable": True, "save_path": folder, "tool": "spans", "watch": {"enable": True}}
+    config: dict[str, Any] = {
+        "enable": True,
+        "save_path": folder,
+        "tool": "spans",
+        "watch": {"enable": True},
+    }
     config["schedule"] = {"steps": list(range(every, count + 1, every))}
     config["limits"] = {"keep_last": int(captures) // 2}
     worker, process, samples = CaptureMixin(), psutil.Process(), []
@@ -36,11 +43,18 @@ def main(folder: str, steps: str, captures: str) -> None:
             callback.on_step_end({"loss": 1 / step})
             if step % (count // 10) == 0:
                 gc.collect()
-                samples.append((process.memory_info().rss, process.num_fds(), process.num_threads()))
+                samples.append(
+                    (process.memory_info().rss, process.num_fds(), process.num_threads())
+                )
     checked = check(Path(folder))
-    grown = [late - middle for late, middle in zip(samples[-1], samples[len(samples) // 2], strict=True)]
+    grown = [
+        late - middle for late, middle in zip(samples[-1], samples[len(samples) // 2], strict=True)
+    ]
     result = {"rss_bytes": grown[0], "descriptors": grown[1], "threads": grown[2], "ok": checked.ok}
-    result |= {"captured": len(list(Path(folder).glob("step_*"))), "seconds": time.monotonic() - begin}
+    result |= {
+        "captured": len(list(Path(folder).glob("step_*"))),
+        "seconds": time.monotonic() - begin,
+    }
     print(json.dumps(result))
 
 

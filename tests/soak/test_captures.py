@@ -1,4 +1,6 @@
-"""Thousands of captures of one process leave nothing behind: no thread, descriptor, file or memory."""
+"""Thousands of captures of one process leave nothing behind: no thread, descriptor,
+file or memory.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,15 @@ def test_captures_of_a_process_add_nothing(
 ) -> None:
     """In an interpreter of its own, so that nothing else is measured."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.soak.many_captures", tool, mode, str(captures), str(tmp_path)],
+        [
+            sys.executable,
+            "-m",
+            "tests.soak.many_captures",
+            tool,
+            mode,
+            str(captures),
+            str(tmp_path),
+        ],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

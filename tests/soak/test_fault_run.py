@@ -1,4 +1,6 @@
-"""A run with a fault in nearly every step does all its steps, and loses what was damaged, nothing else."""
+"""A run with a fault in nearly every step does all its steps, and loses what was damaged,
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -60,12 +62,16 @@ def test_every_step_is_done_and_what_was_not_damaged_is_whole(
 
 @pytest.mark.parametrize("over", [0, 2])
 def test_a_loop_that_is_killed_keeps_every_stage_that_was_over(tmp_path: Path, over: int) -> None:
-    """`check` names the step that was cut, with its whole stages; the loop that is started again does all."""
+    """`check` names the step that was cut, with its whole stages;
+    the loop that is started again does all.
+    """
     root, run = Path(__file__).parents[2], tmp_path / "run"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(root), str(root / "tests")))}
     for place, code in ((STAGES[over], -signal.SIGKILL), ("", 0)):
         command = [sys.executable, "-m", "tests.soak.killed_loop", str(run), place]
-        done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env=environment, cwd=root, capture_output=True, text=True, check=False
+        )
         assert done.returncode == code, done.stderr
     remove_unfinished(tmp_path)
     cut = run / "step_000002"

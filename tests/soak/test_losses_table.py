@@ -36,11 +36,15 @@ def lines(module: str, *arguments: object) -> list[dict[str, Any]]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_deaths_long_loops_and_flaky_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deaths_long_loops_and_flaky_stores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """No capture that is not whole is called whole, nothing grows, and no store loses a run."""
     deaths = lines("deaths", tmp_path / "deaths", SEED)
     [long] = lines("long_loop", tmp_path / "long", 10_000, 200)
-    stores = [train_on_flaky_store(tmp_path / f"store{number}", SEED + number) for number in range(STORES)]
+    stores = [
+        train_on_flaky_store(tmp_path / f"store{number}", SEED + number) for number in range(STORES)
+    ]
     remove_unfinished(tmp_path)
     wrong = sum(death["called_ok_and_is_not"] for death in deaths)
     named = sum(not death["check_ok"] for death in deaths)
@@ -50,13 +54,17 @@ def test_deaths_long_loops_and_flaky_stores(tmp_path: Path, capsys: pytest.Captu
         print(
             f"\nSOAK_SEED={SEED}\n"
             "| what | cases | outcome | wrong |\n|---|---|---|---|\n"
-            f"| a loop dies in ten ways, in seven phases | {len(deaths)} | `check` names {named} of them; "
+            f"| a loop dies in ten ways, in seven phases | {len(deaths)} | `check` names "
+            f"{named} of them; "
             f"the others lost nothing | {wrong} called whole |\n"
-            f"| 10,000 watched steps, 200 captures, `keep_last` 100 | 1 | {long['captured']} captures, "
+            f"| 10,000 watched steps, 200 captures, `keep_last` 100 | 1 | {long['captured']} "
+            "captures, "
             f"{long['seconds']:.0f} s | {max(0, long['threads'])} threads, "
-            f"{max(0, long['descriptors'])} descriptors and {max(0, long['rss_bytes']) >> 20} MiB more "
+            f"{max(0, long['descriptors'])} descriptors and "
+            f"{max(0, long['rss_bytes']) >> 20} MiB more "
             "in the second half |\n"
-            f"| stores that refuse, cut, hang up or are down | {STORES} | {arrived} runs arrived whole; "
+            f"| stores that refuse, cut, hang up or are down | {STORES} | {arrived} runs "
+            "arrived whole; "
             f"the others are named | {lost} lost without a word |"
         )
     assert len(deaths) == 70

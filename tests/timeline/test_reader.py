@@ -36,7 +36,9 @@ def span(name: str, ts: float | str, **fields: object) -> dict:
 
 
 @pytest.mark.parametrize("block", [700, 4096, 1 << 16])
-def test_block_boundaries_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+def test_block_boundaries_do_not_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
     """However the file is cut into blocks, the same events come out in the same order."""
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(recordings()["actor_rank0"].trace.encode()))
@@ -50,12 +52,14 @@ def test_block_boundaries_do_not_show(tmp_path: Path, monkeypatch: pytest.Monkey
     ("content", "ns", "names"),
     [
         (  # old torch: absolute times, which a double would round to 0.25 us
-            '{"traceEvents": [{"ph":"X","ts":1711964646123456.789}, {"ph":"X","ts":1711964646123457.001}]}',
+            '{"traceEvents": [{"ph":"X","ts":1711964646123456.789}, '
+            '{"ph":"X","ts":1711964646123457.001}]}',
             [1711964646123456789, 1711964646123457001],
             ["", ""],
         ),
         (  # torch 2.3: the base stands behind the events
-            '{"traceEvents": [{"ph":"X","name":"a","ts":1.25}], "a": "b", "baseTimeNanoseconds": 7000}',
+            '{"traceEvents": [{"ph":"X","name":"a","ts":1.25}], "a": "b", '
+            '"baseTimeNanoseconds": 7000}',
             [8250],
             ["a"],
         ),
@@ -83,7 +87,9 @@ def test_what_profilers_write_is_read_to_the_nanosecond(
     assert trace.warnings == []
 
 
-def test_objects_in_arguments_do_not_end_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_in_arguments_do_not_end_an_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A cut inside a list of arguments is noticed and undone."""
     events = [span(f"e{i}", i, args={"inputs": [{"a": 1}, {"b": 2}] * 30}) for i in range(20)]
     monkeypatch.setattr("verl_profiling.timeline.trace.BLOCK_BYTES", 300)
@@ -94,9 +100,13 @@ def test_objects_in_arguments_do_not_end_an_event(tmp_path: Path, monkeypatch: p
 
 
 def test_reading_goes_on_after_damage_and_its_place_is_named(tmp_path: Path) -> None:
-    """The events around it are kept, the warning gives the byte, and the time between them is a hole."""
+    """The events around it are kept, the warning gives the byte,
+    and the time between them is a hole.
+    """
     path = tmp_path / "t.json"
-    events = '{"ph":"X","name":"a","ts":1},{"ph":"X","name":oops,"ts":2},{"ph":"X","name":"c","ts":3}'
+    events = (
+        '{"ph":"X","name":"a","ts":1},{"ph":"X","name":oops,"ts":2},{"ph":"X","name":"c","ts":3}'
+    )
     text = f'{{"baseTimeNanoseconds":1,"traceEvents":[{events}]}}'
     path.write_text(text)
     trace, events = read(path)
@@ -166,15 +176,33 @@ def everything(path: Path) -> list[int]:
     output = str(path.with_name("out.json.gz"))
     return [
         main(argv)
-        for argv in (["check", str(path)], ["merge", str(path), "-o", output], ["report", str(path)])
+        for argv in (
+            ["check", str(path)],
+            ["merge", str(path), "-o", output],
+            ["report", str(path)],
+        )
     ]
 
 
 FIELDS = [
-    *('"ts":1e308', '"ts":-1e308', '"ts":"nan"', '"ts":"inf"', '"ts":1e999999999', '"ts":1e18', '"ts":NaN'),
+    *(
+        '"ts":1e308',
+        '"ts":-1e308',
+        '"ts":"nan"',
+        '"ts":"inf"',
+        '"ts":1e999999999',
+        '"ts":1e18',
+        '"ts":NaN',
+    ),
     *('"ts":"three"', '"ts":[]', '"ts":true', f'"ts":{"9" * 40}'),
     *('"ts":3,"dur":"long"', '"ts":3,"dur":{}'),
-    *('"ts":3,"name":5', '"ts":3,"name":null', '"ts":3,"cat":[]', '"ts":3,"pid":[]', '"ts":3,"id":1.5'),
+    *(
+        '"ts":3,"name":5',
+        '"ts":3,"name":null',
+        '"ts":3,"cat":[]',
+        '"ts":3,"pid":[]',
+        '"ts":3,"id":1.5',
+    ),
 ]
 
 
@@ -188,14 +216,18 @@ def test_what_is_no_event_is_skipped_and_check_says_so(
     assert capsys.readouterr().out.startswith("unreadable")
     for one in bad:
         trace = Trace(between(tmp_path, one))
-        timed = [event.name for events in trace.chunks() for event in events if event.ts is not None]
+        timed = [
+            event.name for events in trace.chunks() for event in events if event.ts is not None
+        ]
         assert timed == ["good", "good"], one
 
 
 @pytest.mark.parametrize("rank", ['"x"', "-1", "9" * 40])
 def test_a_rank_that_is_none_is_not_believed(tmp_path: Path, rank: str) -> None:
     """The rank then follows from the name of the file, as for a trace without any."""
-    path = write(tmp_path, GOOD % 1, head=HEAD.replace("{", f'{{"distributedInfo":{{"rank":{rank}}},', 1))
+    path = write(
+        tmp_path, GOOD % 1, head=HEAD.replace("{", f'{{"distributedInfo":{{"rank":{rank}}},', 1)
+    )
     assert [source.rank for source in find_steps(path)[0].files] == [0]
     assert everything(path) == [0, 0, 0]
 
@@ -204,7 +236,9 @@ def test_a_rank_that_is_none_is_not_believed(tmp_path: Path, rank: str) -> None:
 def test_a_base_that_is_no_time_is_refused(tmp_path: Path, base: str) -> None:
     """All times of the trace would be wrong; behind the events as before them."""
     given = f'"baseTimeNanoseconds":{base}'
-    assert everything(write(tmp_path, GOOD % 1, head='{"traceEvents":[', tail=f"],{given}}}"))[0] != 0
+    assert (
+        everything(write(tmp_path, GOOD % 1, head='{"traceEvents":[', tail=f"],{given}}}"))[0] != 0
+    )
     if base not in ("1.5", "9" * 5000):
         assert everything(write(tmp_path, GOOD % 1, head=f'{{{given},"traceEvents":['))[0] != 0
 
@@ -295,7 +329,9 @@ def test_all_names_of_threads_are_kept_and_written_once(tmp_path: Path, events: 
     assert sorted(found) == sorted(f"t{tid}" for tid in range(8_000))
 
 
-def test_any_number_of_notes_is_reported_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_number_of_notes_is_reported_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The first hundred of them stand in the report; the others are counted."""
     step = build_step(tmp_path)
     notes = [f"note {number} of the capture" for number in range(100_000)]

@@ -1,4 +1,6 @@
-"""Folders that other tools wrote: whatever their names, each recording of each process counts once."""
+"""Folders that other tools wrote: whatever their names,
+each recording of each process counts once.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from verl_profiling.cli import main
 
 BASE_NS = 1_767_225_600_000_000_000
 ROLES = ("actor", "critic", "ref", "reward", "rm", "teacher", "value", "policy")
-NOISE = ("run_lora_rank32", "exp.moe-lora-rank-8", "localhost_http_8000", "footstep9", "v2_pretp4", "rerank7")
+NOISE = (
+    "run_lora_rank32",
+    "exp.moe-lora-rank-8",
+    "localhost_http_8000",
+    "footstep9",
+    "v2_pretp4",
+    "rerank7",
+)
 OTHERS = {
     "metrics.json": '{"loss": NaN}\n{"loss": 2}\n',
     "config.json": '{"lr": [1, 2]}',
@@ -29,7 +38,15 @@ def recording(draw: random.Random, pid: int, title: str = "python", **head: Any)
     count, at = draw.randint(3, 12), round(draw.uniform(0, 900), 3)
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": title}},
-        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": pid, "tid": pid, "ts": at, "dur": 9_000},
+        {
+            "ph": "X",
+            "cat": "cpu_op",
+            "name": "aten::mm",
+            "pid": pid,
+            "tid": pid,
+            "ts": at,
+            "dur": 9_000,
+        },
     ]
     for number in range(count):
         span = {"ts": at + 700 * number + 1, "dur": round(draw.uniform(1, 600), 3)}
@@ -47,14 +64,17 @@ def trainers(draw: random.Random, names: dict[str, dict[str, Any]]) -> list[str]
     """Draw the ranks of some roles, named as a tool or a person names them."""
     expected = []
     for role in draw.sample(ROLES, draw.randint(1, 3)):
-        outer = "/".join(draw.sample(NOISE, draw.randint(0, 2)) + draw.sample(ROLES, draw.randint(0, 1)))
+        outer = "/".join(
+            draw.sample(NOISE, draw.randint(0, 2)) + draw.sample(ROLES, draw.randint(0, 1))
+        )
         ranks = range(draw.randint(1, 3)) if draw.random() < 0.5 else draw.sample(range(64), 3)
         for style in [draw.randrange(6)]:
             for rank in ranks:
                 pid, serial = draw.randint(100, 10**6), draw.randrange(10**9)
                 file = (
                     f"{role}/prof_rank-{rank}_{pid}_2026{serial}.json.gz",
-                    f"e2e/{role}_e2e_rank{rank}-of-64_tp{rank % 2}-pp1-dp0-cp0_pid{pid}_2026{serial}.json.gz",
+                    f"e2e/{role}_e2e_rank{rank}-of-64_tp{rank % 2}-pp1-dp0-cp0_pid{pid}"
+                    f"_2026{serial}.json.gz",
                     f"{role}/primus-exp[a]-rank[{rank}].{serial}.pt.trace.json",
                     f"rank{rank + 1}/{role}_tp{draw.randrange(8)}_rank_{rank}.json",
                     f"{role}/global_rank{rank}_tp_rank{draw.randrange(8)}_lora_rank16.json",
@@ -66,7 +86,9 @@ def trainers(draw: random.Random, names: dict[str, dict[str, Any]]) -> list[str]
 
 
 def engines(draw: random.Random, names: dict[str, dict[str, Any]]) -> list[str]:
-    """Draw data-parallel engines that write into one folder, as vLLM or SGLang names their ranks."""
+    """Draw data-parallel engines that write into one folder,
+    as vLLM or SGLang names their ranks.
+    """
     replicas, size, style = draw.randint(1, 4), draw.randint(1, 3), draw.randrange(3)
     front = {"node0_9.async_llm.1767225600.pt.trace.json": recording(draw, 9, "VLLM::APIServer")}
     names |= front if style == 0 else {}
@@ -78,7 +100,9 @@ def engines(draw: random.Random, names: dict[str, dict[str, Any]]) -> list[str]:
                 f"1767225600.1-TP-{rank}-DP-{replica}.trace.json.gz",
                 f"rollout_{replica}/rank{rank}.{serial}.pt.trace.json",
             )[style]
-            names[file] = recording(draw, pid, "sglang::scheduler" if style == 1 else "VLLM::Worker")
+            names[file] = recording(
+                draw, pid, "sglang::scheduler" if style == 1 else "VLLM::Worker"
+            )
     lanes = [f"rollout{replica}_rank{rank}" for replica in range(replicas) for rank in range(size)]
     return lanes + (["rollout0_rank0.2"] if style == 0 else [])
 
@@ -91,10 +115,15 @@ def pods(draw: random.Random, names: dict[str, dict[str, Any]]) -> list[str]:
         if is_numbered:
             names[f"profile_{number}.json"] = recording(draw, 5000 + number)
         else:
-            name = f"pod-{'xyzw'[number]}{'/' if folders else '_'}{pid}.{draw.randrange(10**9)}.pt.trace.json"
+            joint = "/" if folders else "_"
+            name = f"pod-{'xyzw'[number]}{joint}{pid}.{draw.randrange(10**9)}.pt.trace.json"
             names[name] = recording(draw, pid)
     again = [f"worker_rank0.{number}" for number in range(2, count + 1)]
-    return [f"worker_rank{number}" for number in range(count)] if is_numbered else ["worker_rank0", *again]
+    return (
+        [f"worker_rank{number}" for number in range(count)]
+        if is_numbered
+        else ["worker_rank0", *again]
+    )
 
 
 def copies(draw: random.Random, names: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -103,7 +132,9 @@ def copies(draw: random.Random, names: dict[str, dict[str, Any]]) -> dict[str, A
     for name in draw.sample(sorted(names), draw.randint(0, min(3, len(names)))):
         other = name.removesuffix(".gz") if name.endswith(".gz") else f"{name}.gz"
         text = json.dumps(names[name], indent=draw.choice([None, 1]))
-        repeated[draw.choice([other, f"backup/{name}", f"{name.removesuffix('.gz')}.copy.json"])] = text
+        repeated[
+            draw.choice([other, f"backup/{name}", f"{name.removesuffix('.gz')}.copy.json"])
+        ] = text
     ranks = sorted(name for name in names if "-TP-" in name and "-DP-" in name)
     if ranks:
         events = [
@@ -117,11 +148,15 @@ def copies(draw: random.Random, names: dict[str, dict[str, Any]]) -> dict[str, A
 
 @pytest.mark.parametrize("seed", range(40))
 def test_each_process_is_one_lane_and_each_recording_counts_once(seed: int, tmp_path: Path) -> None:
-    """Ranks, roles and replicas are those of the names; copies are said; other JSON is no damage."""
+    """Ranks, roles and replicas are those of the names; copies are said;
+    other JSON is no damage.
+    """
     draw = random.Random(seed)
     names: dict[str, dict[str, Any]] = {}
     expected = (trainers, engines, pods)[seed % 3](draw, names)
-    kernels = sum(event.get("cat") == "kernel" for trace in names.values() for event in trace["traceEvents"])
+    kernels = sum(
+        event.get("cat") == "kernel" for trace in names.values() for event in trace["traceEvents"]
+    )
     repeated = copies(draw, names)
     others = {name: OTHERS[name] for name in draw.sample(sorted(OTHERS), draw.randint(0, 3))}
     others |= {"chakra/rank-0.json": EXECUTION_TRACE} if seed % 20 == 0 else {}
@@ -148,7 +183,9 @@ def test_empty_traces_repeat_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("seed", range(20))
 def test_hosts_that_begin_apart_are_said(seed: int, tmp_path: Path) -> None:
-    """More than a second between the first recordings of two hosts of a role is a note; less is none."""
+    """More than a second between the first recordings of two hosts of a role is a note;
+    less is none.
+    """
     draw = random.Random(seed)
     apart_s = draw.choice([0.02, 0.4, 1.5, 5, 60])
     for rank in range(4):

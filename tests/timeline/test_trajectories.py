@@ -1,4 +1,6 @@
-"""Logs of trajectories become rows of the timeline: spans inside, arrows to requests, and how loops did."""
+"""Logs of trajectories become rows of the timeline: spans inside, arrows to requests,
+and how loops did.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,14 @@ def test_trajectories_take_as_many_rows_as_ran_at_once(tmp_path: Path) -> None:
     assert arguments["g1/1 (failed)"]["error"] == "it broke"
     assert arguments["tool:search"] == {"query": "what"}
     assert arguments["turn"] is None
-    assert timeline.counter("trajectories running") == [(0, 1), (10, 2), (40, 1), (50, 2), (60, 1), (90, 0)]
+    assert timeline.counter("trajectories running") == [
+        (0, 1),
+        (10, 2),
+        (40, 1),
+        (50, 2),
+        (60, 1),
+        (90, 0),
+    ]
     assert timeline.names["actor_rank1"] < timeline.pid < timeline.names["rollout0_rank0"]
     assert timeline.pid % LANE_PIDS == TRAJECTORIES_PID
 
@@ -122,7 +131,9 @@ def test_an_arrow_leads_from_a_span_to_the_request_it_waited_for(tmp_path: Path)
     assert begins.keys() == ends.keys()
     assert {e["pid"] for e in ends.values()} == {timeline.names["rollout0 requests"]}
     heads = sorted((timeline.ms(e["ts"]), e.get("bp")) for e in ends.values())
-    assert heads == [(11.999, None), (40.001, "e")], "the next slice is the request; or it is inside of it"
+    assert heads == [(11.999, None), (40.001, "e")], (
+        "the next slice is the request; or it is inside of it"
+    )
 
 
 def test_the_last_word_on_a_fate_is_in_the_name(tmp_path: Path) -> None:
@@ -131,7 +142,10 @@ def test_the_last_word_on_a_fate_is_in_the_name(tmp_path: Path) -> None:
     drawn.trajectory(0, 10, group="g2", sample=None, status="running")
     DrawnLog(1, statuses=[StatusChange("g1", None, "filtered", drawn.ns(50))]).add_to(drawn.folder)
     _, timeline = drawn.merged()
-    assert [name for _, name, _, _ in timeline.shown("trajectory")] == ["g1/0 (filtered)", "g2 (running)"]
+    assert [name for _, name, _, _ in timeline.shown("trajectory")] == [
+        "g1/0 (filtered)",
+        "g2 (running)",
+    ]
 
 
 def test_a_loop_shows_who_blocked_it(tmp_path: Path) -> None:
@@ -147,7 +161,10 @@ def test_a_loop_shows_who_blocked_it(tmp_path: Path) -> None:
         ("loop Main blocked", "tool:slow", 15, 70),
         ("loop Main blocked", "gc (x.py:1)", 80, 90),
     ]
-    assert timeline.of("block")[0]["args"] == {"task": "Task-1", "function": "tools.slow (tools.py:7)"}
+    assert timeline.of("block")[0]["args"] == {
+        "task": "Task-1",
+        "function": "tools.slow (tools.py:7)",
+    }
     assert next(iter(timeline.rows.values())) == "loop Main blocked", "it is above the trajectories"
 
 
@@ -175,7 +192,9 @@ def test_counts_are_drawn_over_time(tmp_path: Path) -> None:
 
 
 def test_trajectories_may_begin_before_the_step_and_end_after_it(tmp_path: Path) -> None:
-    """What began more than an hour before begins with the timeline; what ended by then is left out."""
+    """What began more than an hour before begins with the timeline;
+    what ended by then is left out.
+    """
     drawn = Drawn(tmp_path)
     hour = 3_600_000.0
     drawn.trajectory(-20_000, 500_000)
@@ -232,7 +251,9 @@ def test_on_every_row_slices_nest(
     spans: list[tuple[int, int, list[int]]],
     blocks: list[tuple[int, list[int]]],
 ) -> None:
-    """Whatever a log holds, what is shown of it is shown once, and no slice crosses the end of another."""
+    """Whatever a log holds, what is shown of it is shown once,
+    and no slice crosses the end of another.
+    """
     drawn = Drawn(tmp_path_factory.mktemp("drawn"))
     for begin, end in trajectories:
         drawn.trajectory(begin, end)
@@ -256,18 +277,28 @@ def test_on_every_row_slices_nest(
 
 
 def test_a_hostile_log_costs_its_own_lane(tmp_path: Path) -> None:
-    """Names of 100 kB, thousands at once, texts of any kind: names are cut, and the rest is whole."""
+    """Names of 100 kB, thousands at once, texts of any kind: names are cut,
+    and the rest is whole.
+    """
     drawn = Drawn(tmp_path)
-    one = drawn.trajectory(0, 40, group="\u202e\x1b[31m" + "g" * 100_000, sample=None, status="x" * 100_000)
+    one = drawn.trajectory(
+        0, 40, group="\u202e\x1b[31m" + "g" * 100_000, sample=None, status="x" * 100_000
+    )
     for number in range(3_000):
-        drawn.span("n" * 100_000 if number == 0 else "tool", number / 1_000, 40, one, query="q" * 1_000)
-    drawn.log.spans[5] = msgspec.structs.replace(drawn.log.spans[5], facts={f"f{i}": i for i in range(5_000)})
+        drawn.span(
+            "n" * 100_000 if number == 0 else "tool", number / 1_000, 40, one, query="q" * 1_000
+        )
+    drawn.log.spans[5] = msgspec.structs.replace(
+        drawn.log.spans[5], facts={f"f{i}": i for i in range(5_000)}
+    )
     result, timeline = drawn.merged()
     assert len(timeline.of("span")) == 3_000
     assert len(timeline.of("span")[0]["args"]["query"]) == 1_000
     assert result.problems == []
     assert max(len(event["name"]) for event in timeline.events) <= 2 * 120 + 3
-    assert len({timeline.names[name] for name in timeline.names if name.startswith("actor_rank")}) == 2
+    assert (
+        len({timeline.names[name] for name in timeline.names if name.startswith("actor_rank")}) == 2
+    )
 
 
 def test_a_log_that_is_cut_damaged_or_missing_costs_what_is_not_there(tmp_path: Path) -> None:
@@ -290,7 +321,8 @@ def test_a_log_that_is_cut_damaged_or_missing_costs_what_is_not_there(tmp_path: 
     inputs.limits = Limits(memory_bytes=1)
     limited = merge(inputs)
     assert any(
-        "Limits.memory_bytes raises it" in problem and path.name in problem for problem in limited.problems
+        "Limits.memory_bytes raises it" in problem and path.name in problem
+        for problem in limited.problems
     )
 
 
@@ -299,16 +331,25 @@ def test_overlapping_requests_lie_side_by_side(tmp_path: Path) -> None:
     drawn = Drawn(tmp_path)
     drawn.requests(("a", 0, 10), ("b", 5, 20), ("c", 10, 18))
     events = read_events(open_step(drawn.folder).merge().path)
-    names = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
+    names = {
+        event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"
+    }
     assert names["rollout0_rank0"] < names["rollout0 requests"]
     mine = [event for event in events if event["pid"] == names["rollout0 requests"]]
     rows = {event["tid"]: event["args"]["name"] for event in mine if event["name"] == "thread_name"}
     slices = [event for event in mine if event["name"] == "request (9 tokens)"]
     assert [rows[event["tid"]] for event in slices] == ["requests 0", "requests 1", "requests 0"]
     assert [event["dur"] for event in slices] == [10_000, 15_000, 8_000]
-    parts = [event["name"] for event in mine if event.get("cat") == "request" and event not in slices]
+    parts = [
+        event["name"] for event in mine if event.get("cat") == "request" and event not in slices
+    ]
     assert parts == ["first token", "decode"] * 3
-    assert slices[0]["args"] == {"id": "a", "prompt_tokens": 3, "response_tokens": 9, "failed": False}
+    assert slices[0]["args"] == {
+        "id": "a",
+        "prompt_tokens": 3,
+        "response_tokens": 9,
+        "failed": False,
+    }
 
 
 SPANS = [SpanRecord(i, -1, -1, "tool:x", i, i + 1, 7, -1, False, "", {}) for i in range(20_000)]
@@ -320,7 +361,11 @@ def log_of(rank: int, **what: object) -> TrajectoryLog:
 
 def checked(folder: Path) -> dict[str, tuple[str, str]]:
     found = check(folder).artifacts
-    return {entry.path: (entry.status, entry.reason) for entry in found if entry.path.endswith(LOG_SUFFIX)}
+    return {
+        entry.path: (entry.status, entry.reason)
+        for entry in found
+        if entry.path.endswith(LOG_SUFFIX)
+    }
 
 
 def test_a_log_without_end_costs_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +379,9 @@ def test_a_log_without_end_costs_itself(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_check_reads_logs_to_their_end(tmp_path: Path) -> None:
-    """Whole, full, without a record, cut, of another kind or version, with a line of any length, missing."""
+    """Whole, full, without a record, cut, of another kind or version,
+    with a line of any length, missing.
+    """
     folder = build_step(tmp_path)
     paths = [add_log(folder, log_of(rank, spans=SPANS[:9_000]), rank=rank) for rank in range(6)]
     add_log(folder, log_of(6, spans=SPANS[:3], spans_left_out=5), rank=6)
@@ -350,7 +397,8 @@ def test_check_reads_logs_to_their_end(tmp_path: Path) -> None:
     paths[5].write_bytes(b"")
     found = checked(folder)
     statuses = {
-        int(path.split(".")[0][len("agent_loop_rank") :]): status for path, (status, _) in found.items()
+        int(path.split(".")[0][len("agent_loop_rank") :]): status
+        for path, (status, _) in found.items()
     }
     assert statuses == {
         0: "ok",
@@ -367,5 +415,7 @@ def test_check_reads_logs_to_their_end(tmp_path: Path) -> None:
     assert reasons[paths[0].name] == ""
     assert "line 6: is not a log" in reasons[paths[2].name]
     assert "spans that were not recorded" in reasons["agent_loop_rank6.trajectories.jsonl.gz"]
-    for path, problem in zip(paths[7:], ("version 99", "a line of over", "with a header"), strict=True):
+    for path, problem in zip(
+        paths[7:], ("version 99", "a line of over", "with a header"), strict=True
+    ):
         assert problem in reasons[path.name]

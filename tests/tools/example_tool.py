@@ -29,7 +29,8 @@ class CProfileTool(Tool):
     name: ClassVar[str] = "cprofile"
     suffix: ClassVar[str] = ".cprofile.txt"
     options_class: ClassVar[type] = CProfileOptions
-    any_thread = False  # it records the thread that switches it on, and only that one can switch it off
+    # it records the thread that switches it on, and only that one can switch it off
+    any_thread = False
 
     def start(self, destination: Destination) -> Recording:
         """Start the profiler."""

@@ -63,7 +63,9 @@ def found_first(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def stand_in_cluster(folder: Path, num_cpus: int) -> Iterator[Path]:
-    """Run a real Ray cluster whose nodes find the stand-in ``nsys``; yield the file that it logs to."""
+    """Run a real Ray cluster whose nodes find the stand-in ``nsys``;
+    yield the file that it logs to.
+    """
     import ray
 
     install(folder, folder / "log")

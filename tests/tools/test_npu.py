@@ -1,4 +1,6 @@
-"""The ``npu`` tool: its options anywhere, and captures with the real torch_npu where it is installed."""
+"""The ``npu`` tool: its options anywhere, and captures with the real torch_npu
+where it is installed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ Outcome = dict[str, Any]
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed: it can be imported"
+    importlib.util.find_spec("torch_npu") is not None,
+    reason="torch_npu is installed: it can be imported",
 )
 def test_without_torch_npu_it_says_what_to_install() -> None:
     with pytest.raises(ToolUnavailableError, match="pip install torch_npu"):
@@ -50,7 +53,9 @@ class TestRealTorchNpu:
         assert result.ok, result.artifacts
 
     def test_the_timeline_reads_what_the_parser_wrote(self, outcomes: Outcome) -> None:
-        """Its trace_view.json is on the worker's lane, inside of the step, with our stage around the ops."""
+        """Its trace_view.json is on the worker's lane, inside of the step,
+        with our stage around the ops.
+        """
         folder = Path(outcomes["e2e_with_callback"]["folder"])
         [step] = find_steps(folder)
         [source] = step.sources
@@ -66,7 +71,9 @@ class TestRealTorchNpu:
             assert stage.ts <= op.ts <= stage.ts + stage.dur
         span = outcomes["e2e_with_callback"]["manifest"]["workers"][0]["stages"][0]
         begin_ns = trace.base_ns + round(stage.ts * 1000)
-        assert abs(begin_ns - span["begin_ns"]) < 50_000_000, "the parser's clock is the session's clock"
+        assert abs(begin_ns - span["begin_ns"]) < 50_000_000, (
+            "the parser's clock is the session's clock"
+        )
 
     def test_each_stage_apart(self, outcomes: Outcome) -> None:
         """In discrete mode each run of a stage has its own folder, and all are analysed."""
@@ -77,7 +84,9 @@ class TestRealTorchNpu:
         ]
 
     def test_what_failed_is_said(self, outcomes: Outcome) -> None:
-        """An unwritable folder, no data of a device, and an analysis that was ended at its deadline."""
+        """An unwritable folder, no data of a device,
+        and an analysis that was ended at its deadline.
+        """
         [artifact] = outcomes["device_asked_for"]["artifacts"]
         assert artifact["status"] == "empty"
         assert "no device data" in artifact["reason"]
@@ -90,7 +99,9 @@ class TestRealTorchNpu:
         assert "took longer than tools.npu.analysis_s=0.5; raw data is kept" in artifact["reason"]
 
     def test_windows_threads_levels_and_ranges(self, outcomes: Outcome) -> None:
-        """Mini-batches, a stop from another thread, every level and metric, and mstx ranges of our domain."""
+        """Mini-batches, a stop from another thread, every level and metric,
+        and mstx ranges of our domain.
+        """
         assert {"verl_profiling", "update_actor", "end"} <= set(outcomes["mstx"])
         assert outcomes["mstx"].count("end") == outcomes["mstx"].count("update_actor")
         assert artifacts_of(outcomes["mini_batches"]) == [("actor_rank0.npu", "ok")]
@@ -98,7 +109,9 @@ class TestRealTorchNpu:
         assert outcomes["levels_and_metrics"] == {"taken": 20, "changed": []}
 
     def test_recorders_of_others_are_left_alone(self, outcomes: Outcome) -> None:
-        """Torch's own profiler and the user's torch_npu: we refuse, and they keep their data and folder."""
+        """Torch's own profiler and the user's torch_npu: we refuse,
+        and they keep their data and folder.
+        """
         outcome = outcomes["beside_torch_profiler"]
         assert outcome["message"].startswith("CaptureStateError: actor_rank0: another profiler")
         assert not outcome["open"]
@@ -117,7 +130,8 @@ class TestRealTorchNpu:
             ("actor_rank0.npu", "ok"),
             ("actor_rank0.memory.pickle", "ok"),
         ]
-        of_the_process = "stage/update_actor/process_peak_rss_bytes"  # if the stage took a millisecond
+        # if the stage took a millisecond
+        of_the_process = "stage/update_actor/process_peak_rss_bytes"
         assert set(outcome["result"]["metrics"]) - {of_the_process} == {
             "memory/allocated_bytes",
             "memory/reserved_bytes",

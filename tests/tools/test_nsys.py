@@ -1,4 +1,6 @@
-"""The ``nsys`` tool: how many ranges, through real Ray under a stand-in ``nsys``, and what is collected."""
+"""The ``nsys`` tool: how many ranges, through real Ray under a stand-in ``nsys``,
+and what is collected.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,19 @@ def ranges(last_step: int | None = None, role: str = "actor", **given: Any) -> i
         ("actor", {"schedule": {"steps": [2, 3, 7], "continuous": True}}, None, 2),
         ("actor", {"schedule": {"every": 10}}, 35, 4),  # a loop may begin with step 0
         ("actor", {"schedule": {"wait": 1, "warmup": 1, "active": 2, "repeat": 2}}, None, 6),
-        ("actor", {"schedule": {"steps": [2, 3]}, "mode": "discrete", "select": {"stages": STAGES}}, None, 4),
+        (
+            "actor",
+            {"schedule": {"steps": [2, 3]}, "mode": "discrete", "select": {"stages": STAGES}},
+            None,
+            4,
+        ),
         ("rollout", {"schedule": {"steps": [2, 3, 7], "continuous": True}}, None, 2),
-        ("rollout", {"schedule": {"steps": [2, 3], "continuous": True}, "mode": "discrete"}, None, 2),
+        (
+            "rollout",
+            {"schedule": {"steps": [2, 3], "continuous": True}, "mode": "discrete"},
+            None,
+            2,
+        ),
     ],
 )
 def test_ranges_follow_from_schedule_and_stages(
@@ -68,7 +80,9 @@ def test_ranges_that_cannot_be_known_are_an_error(given: dict[str, Any], key: st
 
 
 def test_without_nsys_no_worker_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The error says what to install; one that was not started under it says so, other roles need nothing."""
+    """The error says what to install; one that was not started under it says so,
+    other roles need nothing.
+    """
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ToolUnavailableError, match="install NVIDIA Nsight Systems"):
         nsys_runtime_env({"enable": True, "tool": "nsys", "schedule": {"steps": [1]}}, role="actor")
@@ -86,7 +100,13 @@ def cluster(ray_cluster: None, stand_in_nsys: Path) -> Iterator[Path]:
 
 
 def config_of(run: Path, **given: Any) -> dict[str, Any]:
-    return {"enable": True, "tool": TOOL, "save_path": str(run), "schedule": {"steps": [2, 3]}, **given}
+    return {
+        "enable": True,
+        "tool": TOOL,
+        "save_path": str(run),
+        "schedule": {"steps": [2, 3]},
+        **given,
+    }
 
 
 def run_steps(config: dict[str, Any], fail_in: int | None = None, die_in: int | None = None) -> int:
@@ -143,7 +163,9 @@ class TestUnderRay:
     """The real runtime environment of Ray starts the worker under the stand-in."""
 
     def test_e2e(self, cluster: Path, tmp_path: Path) -> None:
-        """One range a step; its report lands in the step's folder and in the manifest, after the process."""
+        """One range a step; its report lands in the step's folder and in the manifest,
+        after the process.
+        """
         tmp_path = tmp_path / "a run (1)"
         config = config_of(tmp_path)
         pid = run_steps(config)
@@ -160,7 +182,11 @@ class TestUnderRay:
         assert collected(tmp_path, lambda: reports(tmp_path) == 2) == 0
         for step in (2, 3):
             [artifact] = artifacts_of(tmp_path, step)
-            assert (artifact.path, artifact.status, artifact.bytes) == ("actor_rank0.nsys-rep", "ok", 6)
+            assert (artifact.path, artifact.status, artifact.bytes) == (
+                "actor_rank0.nsys-rep",
+                "ok",
+                6,
+            )
             assert (tmp_path / f"step_{step:06d}" / "actor_rank0.nsys-rep").read_text() == "report"
         assert main(["check", str(tmp_path)]) == 0
         assert main(["collect", str(tmp_path)]) == 0, "collecting again changes nothing"
@@ -174,16 +200,18 @@ class TestUnderRay:
         assert cuda_calls(tmp_path, pid) == ["start", "stop"] * 4
         assert collected(tmp_path, lambda: reports(tmp_path) == 4) == 0
         for step in (2, 3):
-            assert [(artifact.path, artifact.status) for artifact in artifacts_of(tmp_path, step)] == [
-                (f"actor_rank0.{name}.nsys-rep", "ok") for name in STAGES
-            ]
+            assert [
+                (artifact.path, artifact.status) for artifact in artifacts_of(tmp_path, step)
+            ] == [(f"actor_rank0.{name}.nsys-rep", "ok") for name in STAGES]
         [worker] = read_manifest(tmp_path / "step_000002").workers
         assert [(span.name, span.failed) for span in worker.stages] == list(
             zip(STAGES, [False, True], strict=True)
         )
 
     def test_a_worker_that_dies_inside_a_range(self, cluster: Path, tmp_path: Path) -> None:
-        """Whole ranges are collected, the one it died in is marked as cut short, the worker stays failed."""
+        """Whole ranges are collected, the one it died in is marked as cut short,
+        the worker stays failed.
+        """
         run_steps(config_of(tmp_path), die_in=3)
         [output] = read_ranges(tmp_path / "nsys")[0]
         collected(tmp_path, lambda: True)
@@ -220,7 +248,9 @@ def run_local(config: dict[str, Any], worker: Worker, *steps: int) -> None:
 def test_each_of_two_runs_with_one_save_path_gets_its_own_reports(
     tmp_path: Path, worker: Worker, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nsight Systems leaves them in one folder; ``run_2`` is collected by itself, or with the other."""
+    """Nsight Systems leaves them in one folder; ``run_2`` is collected by itself,
+    or with the other.
+    """
     for _ in range(2):
         run_local(config_of(tmp_path), worker, 2)
     [(output, ranges)] = read_ranges(tmp_path / "nsys")[0].items()
@@ -268,7 +298,8 @@ def build_export(path: Path, start_ns: int = 1_700_000_000_123_456_789) -> None:
         database.executescript(
             f"""
             CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT NOT NULL);
-            CREATE TABLE TARGET_INFO_SESSION_START_TIME (utcEpochNs INTEGER, utcTime TEXT, localTime TEXT);
+            CREATE TABLE TARGET_INFO_SESSION_START_TIME (
+                utcEpochNs INTEGER, utcTime TEXT, localTime TEXT);
             CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER, end INTEGER, deviceId INTEGER,
                 contextId INTEGER, streamId INTEGER, correlationId INTEGER, globalPid INTEGER,
                 demangledName INTEGER, shortName INTEGER);
@@ -278,13 +309,16 @@ def build_export(path: Path, start_ns: int = 1_700_000_000_123_456_789) -> None:
                 correlationId INTEGER, nameId INTEGER, returnValue INTEGER);
             CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT,
                 globalTid INTEGER, textId INTEGER, domainId INTEGER);
-            INSERT INTO StringIds VALUES (1, 'void gemm<float>(int)'), (2, 'gemm'), (3, 'cudaLaunchKernel'),
+            INSERT INTO StringIds VALUES (1, 'void gemm<float>(int)'), (2, 'gemm'),
+                (3, 'cudaLaunchKernel'),
                 (4, 'old_log_prob');
             INSERT INTO TARGET_INFO_SESSION_START_TIME VALUES ({start_ns}, '', '');
-            INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (5001, 9003, 0, 1, 7, 42, {process}, 1, 2);
+            INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES
+                (5001, 9003, 0, 1, 7, 42, {process}, 1, 2);
             INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (9100, 9200, 0, 7, 43, 4096, 1);
             INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (4000, 4500, {process + 99}, 42, 3, 0);
-            INSERT INTO NVTX_EVENTS VALUES (3000, 9900, 60, 'update_actor', {process + 99}, NULL, 1),
+            INSERT INTO NVTX_EVENTS VALUES
+                (3000, 9900, 60, 'update_actor', {process + 99}, NULL, 1),
                 (1000, 2000, 59, NULL, {process + 99}, 4, 1),
                 (500, NULL, 34, 'a mark', {process + 99}, NULL, 1);
             """
@@ -316,6 +350,8 @@ def test_what_is_no_export_is_refused(tmp_path: Path) -> None:
     from verl_profiling import TraceFormatError
 
     (tmp_path / "report.sqlite").write_bytes(b"no database")
-    with pytest.raises(TraceFormatError, match=r"report\.sqlite.*is not an export of Nsight Systems"):
+    with pytest.raises(
+        TraceFormatError, match=r"report\.sqlite.*is not an export of Nsight Systems"
+    ):
         convert_nsys(tmp_path / "report.sqlite", tmp_path / "trace.json.gz", {})
     assert [path.name for path in tmp_path.iterdir()] == ["report.sqlite"]

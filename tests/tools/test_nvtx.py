@@ -1,4 +1,6 @@
-"""The NVTX ranges of the ``nsys`` tool, as a library sees them that NVTX loads as it loads a profiler."""
+"""The NVTX ranges of the ``nsys`` tool, as a library sees them that NVTX loads
+as it loads a profiler.
+"""
 
 from __future__ import annotations
 
@@ -53,19 +55,32 @@ def injection(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
 def test_stages_are_ranges_of_our_domain_and_all_are_closed(
-    injection: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_python: RunPython, mode: str
+    injection: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_python: RunPython,
+    mode: str,
 ) -> None:
-    """Also those of stages that raise, and of one that is open at the stop; a user's own stay theirs."""
+    """Also those of stages that raise, and of one that is open at the stop;
+    a user's own stay theirs.
+    """
     log = tmp_path / "log"
     monkeypatch.setenv("NVTX_INJECTION64_PATH", str(injection))
     monkeypatch.setenv("NVTX_LOG", str(log))
     run_python(SCRIPT, tmp_path, mode)
     seen = [line.split(" ", 3) for line in log.read_text().splitlines()]
     ours = [
-        (what, int(number), message) for what, domain, number, message in seen if domain == "verl_profiling"
+        (what, int(number), message)
+        for what, domain, number, message in seen
+        if domain == "verl_profiling"
     ]
     started = {number: message for what, number, message in ours if what == "start"}
-    assert list(started.values()) == ["update_actor", "forward-compute", "update_critic", "update_weights"]
+    assert list(started.values()) == [
+        "update_actor",
+        "forward-compute",
+        "update_critic",
+        "update_weights",
+    ]
     ended = [number for what, number, _ in ours if what == "end"]
     assert sorted(ended) == sorted(started), "every range is closed, once"
     assert ended[:2] == [2, 1], "the inner one first"

@@ -39,12 +39,15 @@ def test_the_doctor_notices_a_library_of_cupti(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a device, its kernels are recorded")
 @pytest.mark.parametrize(
-    ("devices", "said"), [([Device(kind="cuda", index=0)], "cuda"), ([Device(kind="cpu")], ""), ([], "")]
+    ("devices", "said"),
+    [([Device(kind="cuda", index=0)], "cuda"), ([Device(kind="cpu")], ""), ([], "")],
 )
 def test_a_worker_that_used_a_device_says_that_it_recorded_none(
     devices: list[Device], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which devices a process used is known when its recording stops; this machine has no events of one."""
+    """Which devices a process used is known when its recording stops;
+    this machine has no events of one.
+    """
     both = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     monkeypatch.setattr(TorchTool, "_activities", lambda self: both)
     monkeypatch.setattr(torch_profiler, "used_devices", lambda: devices)

@@ -19,13 +19,17 @@ MIB = 1 << 20
 def test_every_tool_says_how_high_the_process_was_after_each_stage(
     tmp_path: Path, tool: str, mode: str
 ) -> None:
-    """The kernel's mark is only read, so it rises with a stage that sets it and stays there after it."""
+    """The kernel's mark is only read, so it rises with a stage that sets it
+    and stays there after it.
+    """
     short = {f"short{number}" for number in range(50)}
     with record_step({"enable": True, "tool": tool, "mode": mode}, tmp_path / "step") as recorded:
         with stage("large"), stage("inner"):
             before = process_peak_bytes()
             held = []
-            while process_peak_bytes() < before + 48 * MIB:  # other threads may free memory meanwhile
+            while (
+                process_peak_bytes() < before + 48 * MIB
+            ):  # other threads may free memory meanwhile
                 held.append(bytearray(16 * MIB))
         del held
         for name in short:
@@ -38,7 +42,9 @@ def test_every_tool_says_how_high_the_process_was_after_each_stage(
     assert read - short == {"large", "raises"}
     assert short - read
     assert peaks["stage/large/process_peak_rss_bytes"] > before + 32 * MIB
-    assert peaks["stage/raises/process_peak_rss_bytes"] >= peaks["stage/large/process_peak_rss_bytes"]
+    assert (
+        peaks["stage/raises/process_peak_rss_bytes"] >= peaks["stage/large/process_peak_rss_bytes"]
+    )
 
 
 @stage("raises")

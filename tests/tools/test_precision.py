@@ -1,4 +1,6 @@
-"""The ``precision`` tool: its options anywhere, and captures with the real msprobe where it is installed."""
+"""The ``precision`` tool: its options anywhere, and captures with the real msprobe
+where it is installed.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def test_without_msprobe_it_says_what_to_install() -> None:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
-    """Return a function that runs a scenario in a process of its own, once, and returns what came out."""
+    """Return a function that runs a scenario in a process of its own, once,
+    and returns what came out.
+    """
     if importlib.util.find_spec("msprobe") is None:
         pytest.skip("msprobe is not installed; `make test-npu` builds an environment with it")
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(ROOT)}
@@ -68,7 +72,10 @@ class TestRealMsprobe:
         """In e2e mode each step has a folder of its own, with nothing of the steps before in it."""
         outcome = ran("calls")
         assert list(outcome["steps"]) == ["step_000002", "step_000004"]
-        for step, dumps in ((2, outcome["steps"]["step_000002"]), (4, outcome["steps"]["step_000004"])):
+        for step, dumps in (
+            (2, outcome["steps"]["step_000002"]),
+            (4, outcome["steps"]["step_000004"]),
+        ):
             [(path, names)] = dumps.items()
             assert path == f"actor_rank3.precision/step{step}/rank3"
             assert sum("linear" in name and name.endswith("forward") for name in names) == step
@@ -76,10 +83,14 @@ class TestRealMsprobe:
         run = outcome["folder"] / "run"
         result = check(run / "step_000002")
         assert result.ok, result.artifacts
-        assert [source.lane for step in find_steps(run) for source in step.sources] == [], "no trace: no lane"
+        assert [source.lane for step in find_steps(run) for source in step.sources] == [], (
+            "no trace: no lane"
+        )
 
     def test_a_stage_that_raises(self, ran: Callable[[str], Outcome]) -> None:
-        """The user's exception passes, its stage is kept as failed, the next stage's dump is whole."""
+        """The user's exception passes, its stage is kept as failed,
+        the next stage's dump is whole.
+        """
         outcome = ran("calls")["raises"]
         assert "mat1 and mat2 shapes cannot be multiplied" in outcome["raised"]
         assert artifacts_of(outcome["result"]) == [
@@ -108,7 +119,9 @@ class TestRealMsprobe:
         assert not outcome["open"]
         assert "cannot be created again" in ran("calls")["other_options"]
 
-    def test_a_debugger_of_the_application_is_left_alone(self, ran: Callable[[str], Outcome]) -> None:
+    def test_a_debugger_of_the_application_is_left_alone(
+        self, ran: Callable[[str], Outcome]
+    ) -> None:
         """The capture fails, and the application's debugger records as it would have."""
         outcome = ran("own_debugger")
         assert "has a PrecisionDebugger of its own" in outcome["message"]
@@ -118,9 +131,14 @@ class TestRealMsprobe:
         """Of the model that was named; the structure holds no values."""
         outcome = ran("modules")
         assert "watch_model(model)" in outcome["unknown"]
-        assert {"Module.0.Linear.forward.0", "Module.1.ReLU.backward.0", *LINEAR} <= set(outcome["entries"])
+        assert {"Module.0.Linear.forward.0", "Module.1.ReLU.backward.0", *LINEAR} <= set(
+            outcome["entries"]
+        )
         outcome = ran("structure")
-        assert list(outcome["modules"]) == ["Module.0.Linear.forward.0", "Module.0.Linear.backward.0"]
+        assert list(outcome["modules"]) == [
+            "Module.0.Linear.forward.0",
+            "Module.0.Linear.backward.0",
+        ]
         assert (outcome["result"]["status"], outcome["idle"]["status"]) == ("ok", "empty")
         outcome = ran("tensors")
         assert outcome["entries"] == LINEAR

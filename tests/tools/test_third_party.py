@@ -26,14 +26,18 @@ def crunch() -> int:
     ("mode", "names"), [("e2e", [""]), ("discrete", [".update_actor.2", ".update_actor"])]
 )
 def test_the_example_records_steps_and_stages(tmp_path: Path, mode: str, names: list[str]) -> None:
-    """A tool named by its class writes artifacts under canonical names, without a line for either mode."""
+    """A tool named by its class writes artifacts under canonical names,
+    without a line for either mode.
+    """
     with record_step(settings(tool=EXAMPLE, mode=mode), tmp_path) as recorded:
         for _ in range(2):
             with stage("update_actor"):
                 crunch()
     assert recorded.result.status == "ok", recorded.result.reason
     files = [f"actor_rank0{name}.cprofile.txt" for name in names]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*files, "actor_rank0.result.json"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [*files, "actor_rank0.result.json"]
+    )
     for artifact in recorded.result.artifacts:
         path = tmp_path / artifact.path
         assert "crunch" in path.read_text()
@@ -41,7 +45,10 @@ def test_the_example_records_steps_and_stages(tmp_path: Path, mode: str, names: 
 
 
 def test_options_of_a_tool_are_checked_like_all_others() -> None:
-    assert settings(tool=EXAMPLE, tools={EXAMPLE: {"rows": 3}}).for_role("actor").tools[0].options.rows == 3
+    assert (
+        settings(tool=EXAMPLE, tools={EXAMPLE: {"rows": 3}}).for_role("actor").tools[0].options.rows
+        == 3
+    )
     with pytest.raises(ConfigError, match="choose from: cumulative, tottime, calls") as caught:
         settings(tool=EXAMPLE, tools={EXAMPLE: {"sort": "size"}})
     assert caught.value.key == f"tools.{EXAMPLE}.sort"
@@ -119,7 +126,10 @@ def test_a_tool_that_cannot_start_leaves_nothing_open(tmp_path: Path, session: A
 def test_a_stage_whose_tool_cannot_start_runs_all_the_same(tmp_path: Path) -> None:
     """In discrete mode the failure belongs to the stage's artifact, and the stage to the user."""
     ran = []
-    with record_step(of(FailsAtStart, mode="discrete"), tmp_path) as recorded, stage("update_actor"):
+    with (
+        record_step(of(FailsAtStart, mode="discrete"), tmp_path) as recorded,
+        stage("update_actor"),
+    ):
         ran.append(1)
     assert ran
     assert recorded.result.status == "failed"
@@ -131,7 +141,9 @@ def test_a_stage_whose_tool_cannot_start_runs_all_the_same(tmp_path: Path) -> No
 def test_a_tool_that_cannot_show_stages_costs_no_stage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, tool: type[Tool]
 ) -> None:
-    """User code in the stage goes on, as on a step that is not captured; it is logged once and noted."""
+    """User code in the stage goes on, as on a step that is not captured;
+    it is logged once and noted.
+    """
     done = []
     with record_step(of(tool), tmp_path) as recorded:
         for name in ("old_log_prob", "update_actor"):
@@ -144,13 +156,18 @@ def test_a_tool_that_cannot_show_stages_costs_no_stage(
     assert caplog.messages.count(note) == 1
 
 
-def test_a_tool_that_cannot_stop_fails_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tool_that_cannot_stop_fails_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its artifact is failed, what the other tool recorded is kept, and one line is logged."""
     both = [f"{__name__}:FailsAtStop", "torch"]
     with caplog.at_level(logging.ERROR), record_step(settings(tool=both), tmp_path) as recorded:
         crunch()
     assert recorded.result.status == "failed"
-    assert {a.tool: a.status for a in recorded.result.artifacts} == {"flawed": "failed", "torch": "ok"}
+    assert {a.tool: a.status for a in recorded.result.artifacts} == {
+        "flawed": "failed",
+        "torch": "ok",
+    }
     [line] = [record.getMessage() for record in caplog.records]
     assert "actor rank 0" in line
     assert "tool flawed failed to stop in step 1: device lost" in line

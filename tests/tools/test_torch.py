@@ -26,7 +26,9 @@ def op_arguments(path: Path, name: str = "aten::addmm") -> dict[str, Any]:
 
 
 def test_a_trace_holds_ops_stages_and_who_recorded(tmp_path: Path) -> None:
-    """Kineto's trace in unix time, with our metadata at its top and stages as annotations; nothing costly."""
+    """Kineto's trace in unix time, with our metadata at its top and stages as annotations;
+    nothing costly.
+    """
     with record_step(settings(), tmp_path) as recorded, stage("update_actor"):
         train()
     [artifact], [span] = recorded.result.artifacts, recorded.result.stages
@@ -50,7 +52,9 @@ def test_a_trace_holds_ops_stages_and_who_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_what_is_asked_for_reaches_the_trace(tmp_path: Path) -> None:
-    """Dimensions of the inputs of every op, every allocation, and Python frames: who trained is in them."""
+    """Dimensions of the inputs of every op, every allocation, and Python frames:
+    who trained is in them.
+    """
     options = {"shapes": True, "memory": True, "stack": True}
     with record_step(settings(tools={"torch": options}), tmp_path) as recorded:
         train()
@@ -67,7 +71,8 @@ def test_activities_that_the_machine_lacks_are_refused_at_set_up(tmp_path: Path)
     """The error names the key, the missing activity and the available ones."""
     with (
         pytest.raises(
-            ToolUnavailableError, match=r"tools\.torch\.activities: .* cannot record cuda here, only cpu"
+            ToolUnavailableError,
+            match=r"tools\.torch\.activities: .* cannot record cuda here, only cpu",
         ),
         record_step(settings(tools={"torch": {"activities": ["cpu", "cuda"]}}), tmp_path),
     ):
@@ -135,10 +140,14 @@ def test_a_mini_batch_window_that_is_not_reached_is_empty(tmp_path: Path, sessio
 
 
 def test_a_second_profiler_is_refused(tmp_path: Path) -> None:
-    """Two torch profilers in one process crash it, so ours does not start; the other one is intact."""
+    """Two torch profilers in one process crash it, so ours does not start;
+    the other one is intact.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as theirs:
         with (
-            pytest.raises(CaptureStateError, match="another torch profiler already records this process"),
+            pytest.raises(
+                CaptureStateError, match="another torch profiler already records this process"
+            ),
             record_step(settings(), tmp_path),
         ):
             pass
@@ -147,7 +156,9 @@ def test_a_second_profiler_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_stage_name_makes_a_readable_trace(tmp_path: Path) -> None:
-    """Kineto writes quotes unescaped and drops non-ASCII characters, so it gets a name without either."""
+    """Kineto writes quotes unescaped and drops non-ASCII characters,
+    so it gets a name without either.
+    """
     shown = {
         'say "hi"': "say 'hi'",
         "back\\slash": "back/slash",
@@ -161,11 +172,15 @@ def test_every_stage_name_makes_a_readable_trace(tmp_path: Path) -> None:
             with stage(name):
                 train()
     assert [span.name for span in recorded.result.stages] == list(shown)
-    found = {event["name"] for event in spans(recorded.path) if event.get("cat") == "user_annotation"}
+    found = {
+        event["name"] for event in spans(recorded.path) if event.get("cat") == "user_annotation"
+    }
     assert set(shown.values()) <= found
 
 
-def test_other_threads_and_other_profilers_do_not_crash_the_process(run_python: Any, tmp_path: Path) -> None:
+def test_other_threads_and_other_profilers_do_not_crash_the_process(
+    run_python: Any, tmp_path: Path
+) -> None:
     """Torch has one profiler a process, and what is left of it must not meet the next one."""
     run_python(
         """
@@ -257,17 +272,23 @@ def test_a_raw_file_is_kept_when_it_cannot_be_compressed(tmp_path: Path) -> None
 
 def test_a_trace_that_is_cut_anywhere_is_not_whole(tmp_path: Path) -> None:
     """Behind the end of an event too, where the last byte is that of a whole trace."""
-    content = gzip.decompress((Path(__file__).parents[1] / "data" / "nccl_data.json.gz").read_bytes())
+    content = gzip.decompress(
+        (Path(__file__).parents[1] / "data" / "nccl_data.json.gz").read_bytes()
+    )
     content = content[-30_000:]
     end = content.rindex(b"]")
     cuts = [cut for cut in range(1, end) if content[cut - 1 : cut] == b"}"]
     assert len(cuts) > 50
     for cut in [*cuts[::25], len(content)]:
         output, _ = output_of(tmp_path, content[:cut])
-        assert (output.artifact.status == "truncated") == (cut < len(content)), content[cut - 60 : cut]
+        assert (output.artifact.status == "truncated") == (cut < len(content)), content[
+            cut - 60 : cut
+        ]
 
 
-def test_a_profiler_outside_of_the_mini_batch_window_is_no_matter(tmp_path: Path, session: Any) -> None:
+def test_a_profiler_outside_of_the_mini_batch_window_is_no_matter(
+    tmp_path: Path, session: Any
+) -> None:
     """One before the window, and one after it; the next capture records as well."""
     window = {"wait": 2, "active": 1}
     for number in range(2):

@@ -1,4 +1,6 @@
-"""The memory guard of a torch recording: it ends before its events take more memory than there is."""
+"""The memory guard of a torch recording: it ends before its events take more memory
+than there is.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from verl_profiling.memory import available_bytes, own_bytes
 from verl_profiling.testing import leaks, record_step
 from verl_profiling.tools.torch_profiler import _TorchRecording
 
-pytestmark = pytest.mark.skipif(own_bytes() is None, reason="only Linux tells the memory of a process")
+pytestmark = pytest.mark.skipif(
+    own_bytes() is None, reason="only Linux tells the memory of a process"
+)
 
 ONE = torch.ones(1)
 
@@ -48,15 +52,22 @@ def test_a_recording_ends_with_the_stage_after_which_it_would_not_fit(
     [artifact] = result.artifacts
     assert (result.status, artifact.status) == ("truncated", "truncated")
     assert "more memory, and limits.memory_share=0.5 of " in result.reason == artifact.reason
-    assert [(span.name, span.failed) for span in result.stages] == [("long", False), ("after", False)]
+    assert [(span.name, span.failed) for span in result.stages] == [
+        ("long", False),
+        ("after", False),
+    ]
     assert artifact.end_ns <= result.stages[1].begin_ns
     assert len(spans(recorded.path, "aten::add")) == 2_000
     assert spans(recorded.path, "aten::addmm") == []
     assert leaks() == []
 
 
-def test_a_stage_after_one_that_was_cut_is_recorded(tmp_path: Path, session: Session, large: None) -> None:
-    """In discrete mode each stage is a recording of its own: one is cut short, the other is whole."""
+def test_a_stage_after_one_that_was_cut_is_recorded(
+    tmp_path: Path, session: Session, large: None
+) -> None:
+    """In discrete mode each stage is a recording of its own: one is cut short,
+    the other is whole.
+    """
     with record_step(settings(mode="discrete"), tmp_path) as recorded:
         with stage("long"):
             work()
@@ -99,7 +110,9 @@ def test_the_estimate_is_near(run_python: Any, tmp_path: Path) -> None:
 
 
 def test_available_memory_is_the_least_that_any_limit_leaves(tmp_path: Path) -> None:
-    """Of the machine, and of each cgroup above the process; files in memory do not count as used."""
+    """Of the machine, and of each cgroup above the process;
+    files in memory do not count as used.
+    """
 
     def write(path: str, text: str) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

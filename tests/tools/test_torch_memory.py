@@ -1,4 +1,6 @@
-"""The ``torch_memory`` tool where there is no accelerator; tests/gpu and test_npu.py record with it."""
+"""The ``torch_memory`` tool where there is no accelerator;
+tests/gpu and test_npu.py record with it.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,16 @@ from verl_profiling.workers import CaptureMixin
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an accelerator")
 def test_without_an_accelerator_training_does_not_start() -> None:
     """The worker's set-up fails and says what to do instead."""
-    with pytest.raises(ToolUnavailableError, match=r"sees no CUDA.*tool 'spans' has the process's peak"):
+    with pytest.raises(
+        ToolUnavailableError, match=r"sees no CUDA.*tool 'spans' has the process's peak"
+    ):
         CaptureMixin().init_capture(settings(tool="torch_memory"), role="actor")
 
 
 def test_torch_takes_what_we_pass() -> None:
-    """The arguments of the private function that starts a history exist in this torch, with these values."""
+    """The arguments of the private function that starts a history exist in this torch,
+    with these values.
+    """
     options = TorchMemoryOptions()
     signature = inspect.signature(torch.cuda.memory._record_memory_history)
     bound = signature.bind(
@@ -41,7 +47,9 @@ def test_torch_takes_what_we_pass() -> None:
 
 
 class Allocator:
-    """Stands for ``torch.cuda.memory`` and its native functions; a history is a list of allocations."""
+    """Stands for ``torch.cuda.memory`` and its native functions;
+    a history is a list of allocations.
+    """
 
     def __init__(self) -> None:
         self.memory = self
@@ -119,7 +127,9 @@ def test_stages_that_are_recorded_by_themselves_have_histories_of_their_own(
 def test_an_allocation_that_fails_outside_of_a_capture_leaves_a_snapshot(
     allocator: Allocator, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only the first failure does, the one that tells the most; the history goes on after captures."""
+    """Only the first failure does, the one that tells the most;
+    the history goes on after captures.
+    """
     folder = tmp_path / "oom"
     tool = TorchMemoryTool(TorchMemoryOptions(oom_folder=str(folder), peaks=False))
     tool.prepare()

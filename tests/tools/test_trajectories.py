@@ -32,7 +32,8 @@ def captured(worker: AgentLoopCaptureMixin, folder: Path, groups: int = 2) -> Ca
 
 
 @pytest.mark.parametrize(
-    ("mixin", "lane"), [(AgentLoopCaptureMixin, "agent_loop_rank1"), (RewardCaptureMixin, "reward_rank1")]
+    ("mixin", "lane"),
+    [(AgentLoopCaptureMixin, "agent_loop_rank1"), (RewardCaptureMixin, "reward_rank1")],
 )
 def test_a_cpu_process_records_trajectories_whatever_the_tool_is(
     tmp_path: Path, session: Session, mixin: type[AgentLoopCaptureMixin], lane: str
@@ -51,11 +52,16 @@ def test_a_role_that_is_told_a_tool_records_with_both(tmp_path: Path, session: S
     """``roles.agent_loop.tool`` adds to it, ``mode`` sets the mode, and options are kept."""
     worker = AgentLoopCaptureMixin()
     told: dict[str, Any] = {"agent_loop": {"tool": "spans", "mode": "discrete"}}
-    worker.init_capture(settings(tool="torch", roles=told, tools={"trajectories": {"max_spans": 1}}))
+    worker.init_capture(
+        settings(tool="torch", roles=told, tools={"trajectories": {"max_spans": 1}})
+    )
     result = captured(worker, tmp_path)
     assert (result.tools, result.mode) == (["spans", "trajectories"], "discrete")
     (artifact,) = result.artifacts
-    assert (artifact.path, artifact.stage) == ("agent_loop_rank0.rollout.trajectories.jsonl.gz", "rollout")
+    assert (artifact.path, artifact.stage) == (
+        "agent_loop_rank0.rollout.trajectories.jsonl.gz",
+        "rollout",
+    )
 
 
 def test_a_log_that_was_full_is_truncated_and_says_what_is_missing(tmp_path: Path) -> None:

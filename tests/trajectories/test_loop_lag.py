@@ -25,7 +25,9 @@ Body = Coroutine[Any, Any, object]
 
 
 def runners() -> list[Any]:
-    without = pytest.mark.skipif(importlib.util.find_spec("uvloop") is None, reason="uvloop is not installed")
+    without = pytest.mark.skipif(
+        importlib.util.find_spec("uvloop") is None, reason="uvloop is not installed"
+    )
     return ["asyncio", pytest.param("uvloop", marks=without)]
 
 
@@ -44,7 +46,9 @@ def run(request: pytest.FixtureRequest) -> Callable[[Body], TrajectoryLog]:
 
 
 def blocking(seconds: float) -> tuple[int, int]:
-    """Let nothing else run on this thread; return from when to when (ns). Other threads get their turns."""
+    """Let nothing else run on this thread; return from when to when (ns).
+    Other threads get their turns.
+    """
     begin_ns = time.time_ns()
     for _ in range(round(100 * seconds)):
         time.sleep(0.01)
@@ -74,7 +78,9 @@ def test_a_block_names_the_span_and_the_function(run: Callable[[Body], Trajector
 
     log = run(body())
     [(begin_ns, end_ns)] = blocked
-    (block,) = (block for block in log.blocks if block.begin_ns < end_ns and block.end_ns > begin_ns)
+    (block,) = (
+        block for block in log.blocks if block.begin_ns < end_ns and block.end_ns > begin_ns
+    )
     fetch = log.spans[block.span]
     assert fetch.name == "tool:fetch"
     assert block.task == "the culprit"
@@ -98,7 +104,9 @@ def test_a_short_block_at_a_span_is_exact(run: Callable[[Body], TrajectoryLog]) 
 
     log = run(body())
     for (from_ns, to_ns), (begin_ns, end_ns) in zip(blocked, rounds, strict=True):
-        (block,) = (block for block in log.blocks if block.begin_ns < to_ns and block.end_ns > from_ns)
+        (block,) = (
+            block for block in log.blocks if block.begin_ns < to_ns and block.end_ns > from_ns
+        )
         assert log.spans[block.span].name == "tool:parse"
         assert seconds(block) > 0.059
         assert begin_ns <= block.begin_ns < block.end_ns <= end_ns
@@ -127,7 +135,9 @@ def test_each_block_of_50_ms_is_recorded_whole() -> None:
 
     log = recorded(lambda: asyncio.run(body()), 10_000)
     for begin_ns, end_ns in blocked:
-        (block,) = (block for block in log.blocks if block.begin_ns < end_ns and block.end_ns > begin_ns)
+        (block,) = (
+            block for block in log.blocks if block.begin_ns < end_ns and block.end_ns > begin_ns
+        )
         assert log.spans[block.span].name == "tool:parse"
         assert block.begin_ns <= begin_ns + 1e6
         assert block.end_ns >= end_ns
@@ -154,11 +164,15 @@ def test_a_loop_without_cpu_is_blocked_by_nobody(seed: int) -> None:
     """The process is stopped while a call runs that is short by itself."""
     program = STOPPED.replace("SEED", str(seed))
     command = [sys.executable, "-c", program]
-    found = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True
+    )
     assert found.stdout.strip() == "{''}", found.stdout
 
 
-def test_tasks_that_block_one_after_another_share_the_time(run: Callable[[Body], TrajectoryLog]) -> None:
+def test_tasks_that_block_one_after_another_share_the_time(
+    run: Callable[[Body], TrajectoryLog],
+) -> None:
     """A loop that does not come to itself for long because several tasks block it in a row."""
 
     async def blocks(name: str) -> None:
@@ -194,7 +208,9 @@ def test_a_loop_that_waits_is_not_blocked(run: Callable[[Body], TrajectoryLog]) 
             await asyncio.to_thread(time.sleep, 0.1)
 
     tries = (run(body()).blocks for _ in range(10))
-    assert any(blocks == [] for blocks in tries), "a machine that is busy may stop the loop now and then"
+    assert any(blocks == [] for blocks in tries), (
+        "a machine that is busy may stop the loop now and then"
+    )
 
 
 def test_a_block_that_lasts_when_recording_ends_is_kept() -> None:

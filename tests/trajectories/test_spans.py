@@ -134,7 +134,9 @@ def test_what_leaves_a_trajectory_is_its_fate(error: BaseException, status: str,
 
 
 def test_a_span_ends_as_a_trajectory_in_its_place() -> None:
-    """Streams that are closed early, cancelled calls and errors, drawn: span and trajectory agree in each."""
+    """Streams that are closed early, cancelled calls and errors, drawn:
+    span and trajectory agree in each.
+    """
     chance = random.Random(41)
     ways = [chance.choice(("close", "cancel", "raise", "read")) for _ in range(24)]
 
@@ -253,7 +255,9 @@ def test_a_generator_may_end_whenever_it_likes() -> None:
 
 
 def test_what_is_open_when_recording_ends_is_kept() -> None:
-    """The trajectory is still running, and its span ends with the log; the next log shows it again."""
+    """The trajectory is still running, and its span ends with the log;
+    the next log shows it again.
+    """
     with trajectory(group="long") as t:
         inside = []
 
@@ -274,7 +278,10 @@ def test_what_is_open_when_recording_ends_is_kept() -> None:
 
         second = recorded(later)
         assert only(second).begin_ns == t.begin_ns < second.begin_ns
-        assert (named(second, "tool:quick").trajectory, named(second, "tool:quick").parent) == (0, -1)
+        assert (named(second, "tool:quick").trajectory, named(second, "tool:quick").parent) == (
+            0,
+            -1,
+        )
 
 
 def test_nothing_is_kept_while_nothing_records() -> None:
@@ -315,7 +322,10 @@ def test_facts_of_any_kind_are_kept_as_far_as_json_has_them(tmp_path: Path) -> N
         **{f"n{number}": number for number in range(100)},
     }
     with record_step({"enable": True, "tool": "trajectories"}, tmp_path, role="agent_loop") as step:
-        with trajectory(Unprintable(), sample=None, **facts) as t, span("\ud800" + "n" * 10**5, **facts):
+        with (
+            trajectory(Unprintable(), sample=None, **facts) as t,
+            span("\ud800" + "n" * 10**5, **facts),
+        ):
             t.add(**facts)
         with span(3):  # type: ignore[arg-type]
             pass
@@ -323,7 +333,12 @@ def test_facts_of_any_kind_are_kept_as_far_as_json_has_them(tmp_path: Path) -> N
     log = read_log(step.path)
     kept = log.trajectories[0].facts
     assert (len(kept), kept["text"], kept["whole"]) == (50, "x" * 200, str(1 << 80))
-    assert (kept["lone"], kept["nan"], kept["list"], kept["own"]) == ("?", None, "[1, 2]", "Unprintable")
+    assert (kept["lone"], kept["nan"], kept["list"], kept["own"]) == (
+        "?",
+        None,
+        "[1, 2]",
+        "Unprintable",
+    )
     assert log.trajectories[0].group == "Unprintable"
     assert len(log.spans[0].name) == 200
     assert log.spans[1].name == "3"
@@ -331,7 +346,9 @@ def test_facts_of_any_kind_are_kept_as_far_as_json_has_them(tmp_path: Path) -> N
 
 
 def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
-    """As a sample, in its status afterwards, and as a counter; a long group still finds its trajectories."""
+    """As a sample, in its status afterwards, and as a counter;
+    a long group still finds its trajectories.
+    """
     group = "g" * 300
     with record_step({"enable": True, "tool": "trajectories"}, tmp_path, role="agent_loop") as step:
         with trajectory(group, sample=np.int64(3), validate=np.True_, size=Fraction(10**400)):  # type: ignore[arg-type]

@@ -11,7 +11,9 @@ MS = 1_000_000
 
 
 def late(*of_ranks: list[float], begins: tuple[float, ...] = (0.0, 0.0)) -> list[int]:
-    """Return how late each of two ranks was in its stage (ms), from the times at which they entered."""
+    """Return how late each of two ranks was in its stage (ms),
+    from the times at which they entered.
+    """
     workers = [
         with_stages(
             RankUse(

@@ -1,4 +1,6 @@
-"""What the watch notices: once, in the step in which it begins, with the processes that it comes from."""
+"""What the watch notices: once, in the step in which it begins,
+with the processes that it comes from.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def quiet(detector: Detector, steps: int = 30, first: int = 1) -> int:
 
 
 def twice(detector: Detector, *summaries: StepSummary) -> Suspicion | None:
-    """Let a detector see two steps; return what is noticed in the second, and nothing in the first."""
+    """Let a detector see two steps; return what is noticed in the second,
+    and nothing in the first.
+    """
     first, second = summaries
     assert detector.observe(first) is None
     return detector.observe(second)
@@ -82,13 +86,18 @@ def test_a_short_fault_hides_no_later_one() -> None:
     step = quiet(detector)
     assert slow_twice(detector, step, times=longer("update_actor", 3)) is not None
     assert detector.observe(summary(step + 2)) is None
-    lasting = [detector.observe(summary(at, longer("update_actor", 2))) for at in range(step + 3, step + 40)]
+    lasting = [
+        detector.observe(summary(at, longer("update_actor", 2)))
+        for at in range(step + 3, step + 40)
+    ]
     assert [at for at, each in enumerate(lasting) if each is not None] == [2]
     noise, found = random.Random(7), []
     detector = Detector(Anomaly(leader=None))
     for step in range(1, 40):
         slow = 3.0 if step <= 3 else 1.6 if step >= 30 else 1.0
-        times = {name: usual * slow * noise.lognormvariate(0, 0.03) for name, usual in USUAL.items()}
+        times = {
+            name: usual * slow * noise.lognormvariate(0, 0.03) for name, usual in USUAL.items()
+        }
         found += [at.noticed for at in [detector.observe(summary(step, times))] if at is not None]
     assert 30 < found[0] < 38
 
@@ -97,7 +106,9 @@ def test_a_short_fault_hides_no_later_one() -> None:
 def test_a_first_step_that_warms_up_hides_no_fault(window: int) -> None:
     """It is ten times as long; half a window later a stage is three times as long."""
     detector = Detector(Anomaly(window=window))
-    assert detector.observe(summary(1, {stage: usual * 10 for stage, usual in USUAL.items()})) is None
+    assert (
+        detector.observe(summary(1, {stage: usual * 10 for stage, usual in USUAL.items()})) is None
+    )
     step = quiet(detector, max(3, window // 2), first=2)
     assert slow_twice(detector, step, times=longer("update_actor", 3)) is not None
 
@@ -108,12 +119,16 @@ def test_what_goes_on_is_noticed_once() -> None:
     step = quiet(detector)
     slow = {"rollout2_rank0": 2.5}
     assert slow_twice(detector, step, slow=slow).suspects == ["rollout2_rank0"]
-    assert [detector.observe(summary(step + after, slow=slow)) for after in range(2, 12)] == [None] * 10
+    assert [detector.observe(summary(step + after, slow=slow)) for after in range(2, 12)] == [
+        None
+    ] * 10
     detector = Detector(Anomaly())
     step = quiet(detector)
     found = [detector.observe(summary(at, longer("reward", 4))) for at in range(step, step + 40)]
     assert [at for at, each in enumerate(found) if each is not None] == [1]
-    found = [detector.observe(summary(at, longer("reward", 12))) for at in range(step + 40, step + 48)]
+    found = [
+        detector.observe(summary(at, longer("reward", 12))) for at in range(step + 40, step + 48)
+    ]
     assert len([each for each in found if each is not None]) == 1
 
 
@@ -122,12 +137,18 @@ def test_what_is_usual_is_no_news() -> None:
     detector = Detector(Anomaly())
     times = {**USUAL, "log": 2.0}
     for step in range(1, 40):
-        assert detector.observe(summary(step, times if step % 3 else {**times, "log": 10.0})) is None
+        assert (
+            detector.observe(summary(step, times if step % 3 else {**times, "log": 10.0})) is None
+        )
     detector = Detector(Anomaly())
     critic = {stage: usual for stage, usual in USUAL.items() if stage != "update_actor"}
     for step in range(1, 100):
         assert detector.observe(summary(step, critic if step < 25 else USUAL)) is None
-    for stage, scale, noticed in (("rollout", 1e-4, False), ("rollout", 1e-2, True), ("", 1e-4, False)):
+    for stage, scale, noticed in (
+        ("rollout", 1e-4, False),
+        ("rollout", 1e-2, True),
+        ("", 1e-4, False),
+    ):
         detector = Detector(Anomaly())
         for step in range(1, 31):
             assert detector.observe(short(step, {**USUAL}, scale)) is None
@@ -146,16 +167,18 @@ def test_a_checkpoint_now_and_then_is_no_news(period: int) -> None:
 
 @pytest.mark.parametrize("period", [6, 60])
 def test_what_is_slow_now_and_then_is_no_news(period: int) -> None:
-    """A stall that comes back is over when it could be captured; one that lasts for two steps is not."""
+    """A stall that comes back is over when it could be captured;
+    one that lasts for two steps is not.
+    """
     detector = Detector(Anomaly())
     for step in range(1, 200):
         late = step > 30 and step % period == 0
         assert detector.observe(summary(step, longer("update_actor", 4) if late else USUAL)) is None
     assert detector.observe(summary(200)) is None
     lasting = [detector.observe(summary(at, longer("update_actor", 4))) for at in range(201, 207)]
-    assert [at for at, each in enumerate(lasting) if each is not None] == [2 if period == 60 else 5], (
-        "rare or not"
-    )
+    assert [at for at, each in enumerate(lasting) if each is not None] == [
+        2 if period == 60 else 5
+    ], "rare or not"
 
 
 def test_what_is_slow_in_every_third_step_is_noticed_in_the_third_time() -> None:
@@ -172,7 +195,9 @@ def test_what_is_slow_in_every_third_step_is_noticed_in_the_third_time() -> None
 
 @pytest.mark.parametrize("spread", [0.02, 0.05, 0.07])
 def test_a_stage_that_is_longer_by_a_third_is_noticed_within_eight_steps(spread: float) -> None:
-    """In nineteen of twenty runs, and in none before, where the stage itself varies by less than a tenth."""
+    """In nineteen of twenty runs, and in none before,
+    where the stage itself varies by less than a tenth.
+    """
     noise = random.Random(3)
     first: list[int] = []
     for _ in range(40):
@@ -187,14 +212,18 @@ def test_a_stage_that_is_longer_by_a_third_is_noticed_within_eight_steps(spread:
 
 
 def test_hiccups_in_the_past_hide_no_fault() -> None:
-    """Every sixth step is three times as long; a stage that is 1.55 times as long is noticed all the same."""
+    """Every sixth step is three times as long; a stage that is 1.55 times
+    as long is noticed all the same.
+    """
     noise, missed = random.Random(5), 0
     for _ in range(20):
         detector = Detector(Anomaly(leader=None))
         found = []
         for step in range(1, 69):
             ratio = 3.0 if step % 6 == 5 else 1.55 if step > 60 else noise.lognormvariate(0, 0.05)
-            found += [step] * (detector.observe(short(step, longer("rollout", ratio), 1.0)) is not None)
+            found += [step] * (
+                detector.observe(short(step, longer("rollout", ratio), 1.0)) is not None
+            )
         assert [step for step in found if step <= 60] == []
         missed += not found
     assert missed <= 1
@@ -254,7 +283,8 @@ def test_memory_that_grows_is_noticed() -> None:
     assert (first.sign, first.suspects, first.noticed) == ("memory", ["actor_rank1"], 21)
     assert first.peers == ["actor_rank0"]
     assert first.reason == (
-        "step 21: actor_rank1 has 14.2 MB, 39% more than 20 steps before, and grew at each of the 20 "
+        "step 21: actor_rank1 has 14.2 MB, 39% more than 20 steps before, and grew at each "
+        "of the 20 "
         "readings since"
     )
     detector = Detector(Anomaly())
@@ -298,7 +328,10 @@ def test_there_is_no_verdict_without_a_past() -> None:
     detector = Detector(Anomaly())
     step = quiet(detector)
     for at in range(40):
-        assert detector.observe(summary(step + at, longer("rollout", 9), captured="step_000031")) is None
+        assert (
+            detector.observe(summary(step + at, longer("rollout", 9), captured="step_000031"))
+            is None
+        )
     assert slow_twice(detector, step + 40, times=longer("rollout", 9)) is not None
     numbers = (1, 2, 3, 2, 1, 0, -1)
     for steps in (
@@ -320,7 +353,9 @@ def test_noise_alone_is_quiet(steps: int, spread: float, read: bool) -> None:
 
 
 def test_one_step_that_hangs_is_logged_and_is_over() -> None:
-    """With the process that the others waited for; it comes again within a window, and is no news."""
+    """With the process that the others waited for; it comes again within a window,
+    and is no news.
+    """
     detector = Detector(Anomaly())
     step = quiet(detector)
     found = detector.observe(summary(step, slow={"rollout2_rank0": 121.0}))
@@ -341,7 +376,9 @@ def test_time_in_no_stage_is_the_loop_s_own_unless_a_worker_is_in_a_stage() -> N
         end_ns = found.end_ns + int(own_ms * MS)
         if of_worker:
             last = found.workers[-1]
-            stages = {name: [(begin_ns, until_ns)] for name, begin_ns, until_ns, _ in last.each_run()}
+            stages = {
+                name: [(begin_ns, until_ns)] for name, begin_ns, until_ns, _ in last.each_run()
+            }
             found.workers[-1] = with_stages(last, {**stages, "save": [(found.end_ns, end_ns)]})
         later = msgspec.structs.replace(found, end_ns=end_ns)
         return msgspec.structs.replace(later, exposed=exposed(later))
@@ -365,7 +402,9 @@ def test_a_span_names_its_process_instead_of_the_loop_that_waited_for_it(service
         took = [of_first_ms, *[50.0] * (services - 1)]
         for rank, own_ms in enumerate(took):
             spans = [SpanTotal("reward", 8, int(own_ms * MS))]
-            found.workers.append(RankUse(lane=f"reward_rank{rank}", role="reward", rank=rank, spans=spans))
+            found.workers.append(
+                RankUse(lane=f"reward_rank{rank}", role="reward", rank=rank, spans=spans)
+            )
         return msgspec.structs.replace(found, exposed=exposed(found))
 
     detector = Detector(Anomaly())
@@ -381,8 +420,12 @@ def test_a_span_names_its_process_instead_of_the_loop_that_waited_for_it(service
     ("slow", "named"),
     [("reward", "reward_rank1"), ("generate", "rollout1_rank0"), ("tool", "agent_loop_rank0")],
 )
-def test_the_process_that_does_the_work_comes_before_the_agent_loop_that_waits(slow: str, named: str) -> None:
-    """Agent loops have a span of what they wait for; an engine with more requests alone is not blamed."""
+def test_the_process_that_does_the_work_comes_before_the_agent_loop_that_waits(
+    slow: str, named: str
+) -> None:
+    """Agent loops have a span of what they wait for;
+    an engine with more requests alone is not blamed.
+    """
 
     def step(number: int, ratio: float) -> StepSummary:
         by = {"reward": 1.0, "generate": 1.0, "tool": 1.0, slow: ratio}
@@ -390,7 +433,9 @@ def test_the_process_that_does_the_work_comes_before_the_agent_loop_that_waits(s
         spans = [SpanTotal(name, 8, int(800 * many * MS)) for name, many in by.items()]
         spans.append(SpanTotal("trajectory", 8, int(8 * took_ms * MS)))
         agents = RankUse(lane="agent_loop_rank0", role="agent_loop", spans=spans)
-        workers = [with_stages(agents, {"trajectories": [(begin_ns, begin_ns + int(took_ms * MS))]})]
+        workers = [
+            with_stages(agents, {"trajectories": [(begin_ns, begin_ns + int(took_ms * MS))]})
+        ]
         for name, role, lane in (
             ("generate", "rollout", "rollout{}_rank0"),
             ("reward", "reward", "reward_rank{}"),
@@ -423,13 +468,18 @@ def test_a_change_that_becomes_much_larger_is_noticed_again() -> None:
     """Soon after the small one, and once."""
     detector = Detector(Anomaly())
     step = quiet(detector)
-    found = [detector.observe(summary(step + at, longer("reward", 4 if at < 5 else 12))) for at in range(30)]
+    found = [
+        detector.observe(summary(step + at, longer("reward", 4 if at < 5 else 12)))
+        for at in range(30)
+    ]
     assert [at for at, each in enumerate(found) if each is not None] == [1, 6]
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_a_repaired_fault_hides_no_later_one(seed: int) -> None:
-    """Both are noticed within eight steps, in whatever stage, of whatever length; nothing else is."""
+    """Both are noticed within eight steps, in whatever stage, of whatever length;
+    nothing else is.
+    """
     drawn = random.Random(seed)
     detector, noise = Detector(Anomaly(leader=None)), drawn.uniform(0.01, 0.05)
     stages = drawn.sample([*USUAL, ""], k=2) if seed % 2 else [drawn.choice([*USUAL, ""])] * 2
@@ -447,11 +497,15 @@ def test_a_repaired_fault_hides_no_later_one(seed: int) -> None:
         if detector.observe(short(step, times, 1.0)) is not None:
             noticed.append(step)
     assert len(noticed) == 2, (noticed, faults)
-    assert all(begin <= step < begin + 8 for begin, step in zip(begins, noticed, strict=True)), faults
+    assert all(begin <= step < begin + 8 for begin, step in zip(begins, noticed, strict=True)), (
+        faults
+    )
 
 
 def test_noise_that_grows_is_learned_and_kept_in_bounds() -> None:
-    """The load doubles and varies by a fourth and more, for hundreds of steps: few of them are noticed."""
+    """The load doubles and varies by a fourth and more, for hundreds of steps:
+    few of them are noticed.
+    """
     noticed, sizes = 0, set()
     for seed in range(20):
         drawn = random.Random(seed)
@@ -461,7 +515,11 @@ def test_noise_that_grows_is_learned_and_kept_in_bounds() -> None:
             drawn.uniform(0.25, 0.3),
         )
         for step in range(1, begin + 400):
-            ratio = drawn.lognormvariate(0, 0.02) if step < begin else 2 * drawn.lognormvariate(0, spread)
+            ratio = (
+                drawn.lognormvariate(0, 0.02)
+                if step < begin
+                else 2 * drawn.lognormvariate(0, spread)
+            )
             slow = detector.observe(short(step, longer("rollout", ratio), 1.0))
             noticed += slow is not None
     assert noticed <= 20 * 4
@@ -473,10 +531,16 @@ def test_noise_that_grows_is_learned_and_kept_in_bounds() -> None:
 
 
 def test_a_step_of_the_usual_length_is_not_noticed() -> None:
-    """A fault that comes back soon, and is not noticed again, is over: the steps after it are normal."""
+    """A fault that comes back soon, and is not noticed again, is over:
+    the steps after it are normal.
+    """
     for seed in range(20):
         drawn = random.Random(seed)
-        detector, lasts, gap = Detector(Anomaly(leader=None)), drawn.randint(20, 30), drawn.randint(6, 14)
+        detector, lasts, gap = (
+            Detector(Anomaly(leader=None)),
+            drawn.randint(20, 30),
+            drawn.randint(6, 14),
+        )
         begins = (40, 40 + lasts + gap)
         for step in range(1, 140):
             is_slow = any(begin <= step < begin + lasts for begin in begins)

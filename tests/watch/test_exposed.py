@@ -24,10 +24,14 @@ Timed = tuple[str, int, int]
 
 
 def use(lane: str, *stages: Timed, role: str = "") -> RankUse:
-    return in_periods(lane, {name: [(begin, begin + length)] for name, begin, length in stages}, role=role)
+    return in_periods(
+        lane, {name: [(begin, begin + length)] for name, begin, length in stages}, role=role
+    )
 
 
-def in_periods(lane: str, stages: Mapping[str, Sequence[tuple[int, int]]], role: str = "") -> RankUse:
+def in_periods(
+    lane: str, stages: Mapping[str, Sequence[tuple[int, int]]], role: str = ""
+) -> RankUse:
     """Return a process that was in stages several times: from when to when, in milliseconds."""
     times = {
         name: [(BEGIN_NS + begin * MS, BEGIN_NS + end * MS) for begin, end in periods]
@@ -67,7 +71,10 @@ def test_who_is_tied_or_evened_out_is_not_named() -> None:
         assert (first.exposed_ns, first.leader, first.lead_ns) == (141 * MS, "", 0)
     [first, *_] = exposed(summary(300, ranks((100, 1), (140, 1), (180, 1))))
     assert (first.leader, first.lead_ns) == ("actor_rank2", 60 * MS)
-    there, back = [("a", 0, 10), ("b", 10, 50), ("c", 60, 10)], [("b", 0, 50), ("a", 50, 10), ("c", 60, 40)]
+    there, back = (
+        [("a", 0, 10), ("b", 10, 50), ("c", 60, 10)],
+        [("b", 0, 50), ("a", 50, 10), ("c", 60, 40)],
+    )
     loop = [use("actor_rank0", *there), use("actor_rank1", *there), use("actor_rank2", *back)]
     assert [row.leader for row in exposed(summary(200, loop))] == ["", "", "actor_rank2", ""]
     workers = [use(f"actor_rank{rank}", ("update_actor", 1, 88 + rank)) for rank in range(4)]
@@ -85,12 +92,16 @@ def test_stages_of_one_rank_or_of_two_tasks_count_once() -> None:
     rows = exposed(summary(40, loop))
     assert in_ms(rows) == [("log", 30), ("forward", 10)]
     assert (rows[0].leader, rows[1].leader) == ("actor_rank0", "")
-    rows = exposed(summary(100, controller(("rollout", 0, 60), ("reward", 40, 40)), use("actor_rank0")))
+    rows = exposed(
+        summary(100, controller(("rollout", 0, 60), ("reward", 40, 40)), use("actor_rank0"))
+    )
     assert in_ms(rows) == [("rollout", 60), ("reward", 20), ("", 20)]
 
 
 def test_parts_of_a_workers_stage_tell_who_was_waited_for() -> None:
-    """All ranks are equally long in both parts together; the leader is who was long before the exchange."""
+    """All ranks are equally long in both parts together;
+    the leader is who was long before the exchange.
+    """
     workers = [
         use(f"actor_rank{rank}", ("compute", 1, own), ("exchange", 1 + own, 90 - own))
         for rank, own in enumerate((40, 80, 42, 41))
@@ -100,7 +111,9 @@ def test_parts_of_a_workers_stage_tell_who_was_waited_for() -> None:
 
 
 def test_of_roles_side_by_side_the_row_has_the_last() -> None:
-    """Agent loops hold the engines' work: the row has the role that ended last, and names no process."""
+    """Agent loops hold the engines' work: the row has the role that ended last,
+    and names no process.
+    """
     step = summary(
         100,
         controller(("rollout", 0, 90)),
@@ -135,7 +148,9 @@ def test_an_engine_that_agent_loops_ask_leads_nowhere(marked: str) -> None:
 
 
 def test_in_an_asynchronous_loop_rollout_is_exposed_as_the_waiting_of_the_trainer() -> None:
-    """Engines that go on beside the update were not waited for there, and only the wait names them."""
+    """Engines that go on beside the update were not waited for there,
+    and only the wait names them.
+    """
     rows = exposed(
         summary(
             200,
@@ -155,7 +170,9 @@ def test_in_an_asynchronous_loop_rollout_is_exposed_as_the_waiting_of_the_traine
 def test_a_loop_waits_for_what_was_under_way_since_the_step_before() -> None:
     """One step off: its batch was generated beside the last update; who was late with it leads."""
     engines = [(f"rollout{replica}_rank0", length) for replica, length in enumerate((150, 90, 92))]
-    before = summary(100, controller(), *(use(lane, ("generate", 5, length)) for lane, length in engines))
+    before = summary(
+        100, controller(), *(use(lane, ("generate", 5, length)) for lane, length in engines)
+    )
     after = summary(
         150,
         controller(("wait_rollout", 102, 54), ("update_actor", 160, 80)),
@@ -171,11 +188,19 @@ def test_a_wait_has_its_share_of_the_lateness_to_collectives() -> None:
     actors = [use(f"actor_rank{rank}", ("update_actor", -59_000, 60_000)) for rank in range(2)]
     actors[1] = msgspec.structs.replace(actors[1], late_ns={"update_actor": 30_000 * MS})
     [row] = exposed(summary(1000, controller(("wait:actor", 0, 1000)), *actors))
-    assert (row.leader, row.lead_ns, row.imbalance) == ("actor_rank1", 500 * MS, pytest.approx(4 / 3))
+    assert (row.leader, row.lead_ns, row.imbalance) == (
+        "actor_rank1",
+        500 * MS,
+        pytest.approx(4 / 3),
+    )
 
 
-def test_of_two_batches_that_were_generated_in_a_step_the_wait_names_the_first_ones_engine() -> None:
-    """One step off: the next batch has begun since; it waited for the end of replica 1's first one."""
+def test_of_two_batches_that_were_generated_in_a_step_the_wait_names_the_first_ones_engine() -> (
+    None
+):
+    """One step off: the next batch has begun since;
+    it waited for the end of replica 1's first one.
+    """
     [wait, update, _] = exposed(
         summary(
             200,
@@ -190,9 +215,14 @@ def test_of_two_batches_that_were_generated_in_a_step_the_wait_names_the_first_o
 
 
 def test_a_stage_that_says_it_waits_names_an_engine_that_goes_on() -> None:
-    """An engine that always has requests does not end in the wait; a stage of the loop's own names nobody."""
+    """An engine that always has requests does not end in the wait;
+    a stage of the loop's own names nobody.
+    """
     loop = controller(("wait:rollout", 0, 60), ("advantage", 60, 30), ("update_actor", 90, 100))
-    workers = [use("rollout0_rank0", ("generate", -500, 1000)), use("actor_rank0", ("update_actor", 91, 98))]
+    workers = [
+        use("rollout0_rank0", ("generate", -500, 1000)),
+        use("actor_rank0", ("update_actor", 91, 98)),
+    ]
     wait, advantage, update, _ = exposed(summary(200, loop, *workers))
     assert [row.leader for row in (wait, advantage, update)] == [
         "rollout0_rank0",
@@ -202,7 +232,9 @@ def test_a_stage_that_says_it_waits_names_an_engine_that_goes_on() -> None:
 
 
 def test_generation_beside_the_steps_is_exposed_as_the_wait_alone() -> None:
-    """The loop marks it, over the ends of its steps too; the update is as long, and names its rank."""
+    """The loop marks it, over the ends of its steps too; the update is as long,
+    and names its rank.
+    """
     loop = controller(("wait:rollout", 0, 20), ("update_actor", 30, 100), ("rollout", 25, 150))
     workers = [
         use("rollout0_rank0", ("generate", 26, 70)),
@@ -233,7 +265,10 @@ def test_each_run_of_a_stage_is_found_where_it_was() -> None:
         )
     )
     assert in_ms(rows) == [("rollout", 80), ("update_actor", 120)]
-    assert [(row.leader, row.lead_ns) for row in rows] == [("rollout0_rank0", 20 * MS), ("actor_rank0", 0)]
+    assert [(row.leader, row.lead_ns) for row in rows] == [
+        ("rollout0_rank0", 20 * MS),
+        ("actor_rank0", 0),
+    ]
 
 
 names = st.sampled_from(["a", "b", "c", "d", ""])
@@ -263,13 +298,18 @@ def test_rows_add_up_to_the_step(
 
 
 def test_the_picture_of_the_page_shows_what_the_page_says(tmp_path: Path) -> None:
-    """The numbers that docs/watch.md quotes are those of the example that is drawn; and it can be drawn."""
+    """The numbers that docs/watch.md quotes are those of the example that is drawn;
+    and it can be drawn.
+    """
     pytest.importorskip("matplotlib")
     spec = importlib.util.spec_from_file_location("draw_exposed", DOCS / "draw_exposed.py")
     drawing = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(drawing)
     rows = exposed(drawing.ranks_of_one_program())
-    assert [(row.name, row.exposed_ns // 10**9) for row in rows[:2]] == [("generate", 14), ("forward", 5)]
+    assert [(row.name, row.exposed_ns // 10**9) for row in rows[:2]] == [
+        ("generate", 14),
+        ("forward", 5),
+    ]
     assert [bool(row.leader) for row in rows] == [True, False, False, False]
     rows = exposed(drawing.loop_that_calls_workers())
     assert [row.leader for row in rows] == ["rollout1_rank0", "controller", "actor_rank1", ""]

@@ -16,7 +16,13 @@ import ray
 from quiet_steps import with_stages
 from step_folders import build_step
 
-from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingConfig, stage, trajectory
+from verl_profiling import (
+    AsyncProfilingCallback,
+    ProfilingCallback,
+    ProfilingConfig,
+    stage,
+    trajectory,
+)
 from verl_profiling.capture.session import Session, process_session
 from verl_profiling.cli import main
 from verl_profiling.report.sentences import waits
@@ -25,7 +31,12 @@ from verl_profiling.trajectories import count
 from verl_profiling.watch.exposed import StepRuns, exposed
 from verl_profiling.watch.idle import idle_of, made_in
 from verl_profiling.watch.sinks import WatchLog, values_of
-from verl_profiling.workers import AgentLoopCaptureMixin, CaptureMixin, RequestLog, RolloutCaptureMixin
+from verl_profiling.workers import (
+    AgentLoopCaptureMixin,
+    CaptureMixin,
+    RequestLog,
+    RolloutCaptureMixin,
+)
 
 STEP_S = 0.5
 SET = (0.0, 0.0, 0.2, 0.5, 0.8)
@@ -36,7 +47,9 @@ BEGIN_NS, MS = 1_700_000_000_000_000_000, 1_000_000
 
 
 class Trainer(CaptureMixin):
-    """Trains, and generates where it is colocated; returns the seconds that it took by a stopwatch."""
+    """Trains, and generates where it is colocated;
+    returns the seconds that it took by a stopwatch.
+    """
 
     def set_up(self, config: ProfilingConfig, rank: int = 0) -> None:
         process_session().reset()
@@ -115,7 +128,9 @@ class Actors(NamedTuple):
 def actors(ray_cluster: None) -> Iterator[Actors]:
     remote = ray.remote(num_cpus=0)
     found = Actors(
-        [remote(Trainer).remote() for _ in range(2)], remote(Engine).remote(), remote(Agents).remote()
+        [remote(Trainer).remote() for _ in range(2)],
+        remote(Engine).remote(),
+        remote(Agents).remote(),
     )
     yield found
     for one in (*found.trainers, found.engine, found.agents):
@@ -185,7 +200,11 @@ def test_of_a_controller_with_ray_workers(tmp_path: Path, actors: Actors) -> Non
             truths.append(Truth(time.perf_counter() - begin_s, sum(took_s) / 2, made_s))
             callback.on_step_end({"samples": 2 if share else 0, "tokens": 24.0})
     check("controller", found, truths)
-    assert causes(found) == {("trainer", "rollout"), ("rollout", "training"), ("rollout", "no requests")}
+    assert causes(found) == {
+        ("trainer", "rollout"),
+        ("rollout", "training"),
+        ("rollout", "no requests"),
+    }
     assert [summary.samples for summary in found] == [0, 0, 3, 3, 3]
     for summary, truth in [*zip(found, truths, strict=True)][2:]:
         rates = {"samples": 3, "tokens": 36, "samples_taken": 2, "tokens_taken": 24}
@@ -206,7 +225,9 @@ def test_of_a_loop_that_is_one_step_off(tmp_path: Path, actors: Actors, slower: 
             callback.watch.listeners.append(found.append)
             for number, share in enumerate(SET, 1):
                 faster_s = (1 - share) * STEP_S
-                generate_s, train_s = (STEP_S, faster_s) if slower == "rollout" else (faster_s, STEP_S)
+                generate_s, train_s = (
+                    (STEP_S, faster_s) if slower == "rollout" else (faster_s, STEP_S)
+                )
                 await callback.on_step_begin(number)
                 begin_s = time.perf_counter()
                 await callback.on_rollout_begin(beside=True)
@@ -234,7 +255,9 @@ def test_of_a_loop_that_is_one_step_off(tmp_path: Path, actors: Actors, slower: 
 
 
 @pytest.mark.parametrize("where", ["worker", "loop"])
-def test_of_one_process_that_trains_and_generates(tmp_path: Path, session: Session, where: str) -> None:
+def test_of_one_process_that_trains_and_generates(
+    tmp_path: Path, session: Session, where: str
+) -> None:
     """Its time in the rollout is idle for training, and the rest for the rollout."""
     config = settings(tmp_path)
     callback, found, truths = ProfilingCallback(config), list[StepSummary](), list[Truth]()
@@ -248,7 +271,10 @@ def test_of_one_process_that_trains_and_generates(tmp_path: Path, session: Sessi
         for number, share in enumerate(SET, 1):
             callback.on_step_begin(number)
             begin_s, took_s = time.perf_counter(), []
-            for name, seconds in (("rollout", share * STEP_S), ("update_actor", (1 - share) * STEP_S)):
+            for name, seconds in (
+                ("rollout", share * STEP_S),
+                ("update_actor", (1 - share) * STEP_S),
+            ):
                 if seconds:
                     since_s = time.perf_counter()
                     with callback.stage(name):
@@ -263,7 +289,8 @@ def test_of_one_process_that_trains_and_generates(tmp_path: Path, session: Sessi
 def use(lane: str, *stages: tuple[str, int, int], spans: Sequence[SpanTotal] = ()) -> RankUse:
     """Return a process with stages: name, begin and length in milliseconds."""
     times = {
-        name: [(BEGIN_NS + begin * MS, BEGIN_NS + (begin + length) * MS)] for name, begin, length in stages
+        name: [(BEGIN_NS + begin * MS, BEGIN_NS + (begin + length) * MS)]
+        for name, begin, length in stages
     }
     role = lane.partition("_")[0].rstrip("0123456789")
     return with_stages(RankUse(lane=lane, role=role, spans=tuple(spans)), times)
@@ -281,7 +308,9 @@ def judged(loop: Sequence[RankUse], *workers: RankUse, beside: tuple[str, ...] =
 
 def test_of_ranks_that_run_the_loop() -> None:
     """Each generates and trains; the mean over the ranks counts, of which one is late."""
-    ranks = [use(f"actor_rank{rank}", ("rollout", 0, 300), ("update_actor", 300, 500)) for rank in (0, 1)]
+    ranks = [
+        use(f"actor_rank{rank}", ("rollout", 0, 300), ("update_actor", 300, 500)) for rank in (0, 1)
+    ]
     late = use("actor_rank2", ("rollout", 0, 600), ("update_actor", 600, 200))
     made = judged([*ranks, late])
     assert made.trainer_idle == Idle(0.6, "rollout", 0.3)
@@ -289,7 +318,9 @@ def test_of_ranks_that_run_the_loop() -> None:
 
 
 def test_the_cause_is_what_is_open_meanwhile() -> None:
-    """Reward and weight sync are no training, and generation in the background is behind other stages."""
+    """Reward and weight sync are no training, and generation
+    in the background is behind other stages.
+    """
     stages = [("wait:rollout", 0, 200), ("reward", 200, 400), ("update_actor", 600, 400)]
     loop = use("controller", *stages)
     actor = use("actor_rank0", ("update_actor", 600, 400))
@@ -301,14 +332,20 @@ def test_the_cause_is_what_is_open_meanwhile() -> None:
     made = judged([both], actor, engine, beside=("rollout",))
     assert made.trainer_idle == Idle(0.6, "reward", 0.4)
     sync = use("actor_rank0", ("update_weights", 100, 700), ("update_actor", 800, 200))
-    assert judged([use("controller")], sync, engine).rollout_idle == Idle(0.9, "update_weights", 0.7)
+    assert judged([use("controller")], sync, engine).rollout_idle == Idle(
+        0.9, "update_weights", 0.7
+    )
     receives = use("rollout0_rank0", ("generate", 0, 100), ("update_weights", 100, 700))
-    assert judged([use("controller")], sync, receives).rollout_idle == Idle(0.9, "update_weights", 0.7)
+    assert judged([use("controller")], sync, receives).rollout_idle == Idle(
+        0.9, "update_weights", 0.7
+    )
 
 
 def test_engines_that_wait_for_tools_beside_the_training_do_not_wait_for_it() -> None:
     """The trainer waits for the rollout, so that both cannot wait for each other."""
-    loop = use("controller", ("rollout", 0, 1000), ("update_actor", 0, 650), ("wait:rollout", 650, 350))
+    loop = use(
+        "controller", ("rollout", 0, 1000), ("update_actor", 0, 650), ("wait:rollout", 650, 350)
+    )
     engine = use("rollout0_rank0", ("generate", 0, 400))
     made = judged([loop], use("actor_rank0", ("update_actor", 0, 650)), engine, beside=("rollout",))
     assert made.trainer_idle == Idle(0.35, "rollout", 0.35)
@@ -336,23 +373,31 @@ def test_sentences_name_who_waits_and_what_each_side_could_do() -> None:
         "rollout waits 70%: training takes 195 samples/s, generation could make 650",
     ]
     agents = use("agent_loop_rank0", spans=[SpanTotal("trajectory", 39, 1)])
-    made = judged([loop], agents, actor, use("rollout0_rank0", ("generate", 0, 300), spans=requests))
+    made = judged(
+        [loop], agents, actor, use("rollout0_rank0", ("generate", 0, 300), spans=requests)
+    )
     assert "generation makes 39 samples/s" in next(waits(made))
     made.tokens, made.taken, made.counts = 39_000, 28, {"message queue": 11.0}
     assert list(waits(made)) == [
         "trainer waits 30%: generation makes 39 samples/s, training could take 40",
         "rollout waits 70%: training takes 28 samples/s, generation could make 130",
-        "generation made 39 samples/s, 39,000 tokens/s; training took 28 samples/s; message queue 11",
+        "generation made 39 samples/s, 39,000 tokens/s; training took 28 samples/s; message "
+        "queue 11",
     ]
     made = judged([loop], actor)
-    assert list(waits(made)) == ["trainer waits 30%, mostly: rollout", "rollout waits 70%, mostly: training"]
+    assert list(waits(made)) == [
+        "trainer waits 30%, mostly: rollout",
+        "rollout waits 70%, mostly: training",
+    ]
     assert not list(waits(StepSummary(step=1, begin_ns=BEGIN_NS)))
 
 
 def test_top_the_page_the_report_and_trackers_show_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the log of the watch, which has it without the processes; the report of a captured step, too."""
+    """Of the log of the watch, which has it without the processes;
+    the report of a captured step, too.
+    """
     folder = build_step(tmp_path, step=12)
     loop = use("controller", ("rollout", 0, 300), ("update_actor", 300, 700))
     engine = use("rollout0_rank0", ("generate", 0, 300), spans=[SpanTotal("generate", 195, 1)])

@@ -29,7 +29,9 @@ class TestWriting:
     """What a run does."""
 
     def test_a_line_holds_a_step(self, tmp_path: Path) -> None:
-        """Its time, where that went, and each role's memory, but not the stages of every process."""
+        """Its time, where that went, and each role's memory,
+        but not the stages of every process.
+        """
         WatchLog(tmp_path)(summary(7, captured="step_000007"))
         (line,) = (tmp_path / WATCH_LOG).read_text().splitlines()
         assert "stages" not in line
@@ -157,7 +159,9 @@ class TestReading:
         ],
         ids=["a link that leads out", "a folder", "a pipe"],
     )
-    def test_what_is_no_log_is_refused(self, tmp_path: Path, make: Callable[[Path], None], said: str) -> None:
+    def test_what_is_no_log_is_refused(
+        self, tmp_path: Path, make: Callable[[Path], None], said: str
+    ) -> None:
         """It is an error that names it; nothing else is opened, and nobody waits."""
         make(tmp_path / WATCH_LOG)
         with pytest.raises(TraceFormatError, match=said):

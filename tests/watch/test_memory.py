@@ -1,4 +1,6 @@
-"""Which memory of a process is read, and that reading it makes no device of a process's begin to work."""
+"""Which memory of a process is read, and that reading it makes no device
+of a process's begin to work.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import pytest
 from verl_profiling.memory import process_peak_bytes
 from verl_profiling.watch.sums import process_memory
 
-STATISTICS = {"allocated_bytes": {"all": {"current": 3, "peak": 7}, "small_pool": {"current": 1, "peak": 1}}}
+STATISTICS = {
+    "allocated_bytes": {"all": {"current": 3, "peak": 7}, "small_pool": {"current": 1, "peak": 1}}
+}
 
 
 def initialises(*_: object) -> NoReturn:
@@ -29,7 +33,10 @@ def device(initialised: bool, statistics: Any = initialises) -> SimpleNamespace:
         statistics = lambda: found  # noqa: E731
     memory = SimpleNamespace(memory_stats_as_nested_dict=statistics)
     return SimpleNamespace(
-        is_initialized=lambda: initialised, memory=memory, init=initialises, current_device=initialises
+        is_initialized=lambda: initialised,
+        memory=memory,
+        init=initialises,
+        current_device=initialises,
     )
 
 
@@ -50,8 +57,12 @@ def is_of_the_host(found: tuple[int, int]) -> bool:
     ],
     ids=["no torch", "no device", "not begun", "nothing said", "fails"],
 )
-def test_a_process_that_uses_no_device_tells_of_the_host(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that never began to is not made to; nor does a device that fails, or another torch, do harm."""
+def test_a_process_that_uses_no_device_tells_of_the_host(
+    torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that never began to is not made to; nor does a device that fails,
+    or another torch, do harm.
+    """
     monkeypatch.setitem(sys.modules, "torch", torch)
     assert is_of_the_host(process_memory())
 
@@ -72,7 +83,9 @@ def test_a_process_that_uses_a_device_tells_of_that(
 
 
 def test_the_real_torch_is_not_initialised_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With or without a GPU in the machine: ``torch.cuda`` is asked whether it is, and nothing else."""
+    """With or without a GPU in the machine: ``torch.cuda`` is asked whether it is,
+    and nothing else.
+    """
     torch = pytest.importorskip("torch")
     if torch.cuda.is_initialized():
         pytest.skip("this process uses its GPU")

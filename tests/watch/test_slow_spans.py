@@ -1,4 +1,6 @@
-"""Spans are judged by their mean per call, and explain a slow stage only where they can have run in it."""
+"""Spans are judged by their mean per call, and explain a slow stage only
+where they can have run in it.
+"""
 
 from __future__ import annotations
 
@@ -45,19 +47,28 @@ def step_of_agents(
         lane = f"reward_rank{rank}"
         took_ms = 8 * 20 * noise.lognormvariate(0, 0.1) * slow.get(lane, 1.0)
         workers.append(
-            RankUse(lane=lane, role="reward", rank=rank, spans=(SpanTotal("score", 8, int(took_ms * MS)),))
+            RankUse(
+                lane=lane,
+                role="reward",
+                rank=rank,
+                spans=(SpanTotal("score", 8, int(took_ms * MS)),),
+            )
         )
     begin_ns = step * 10**10
     middle_ns = begin_ns + int(rollout_ms * MS)
     end_ns = middle_ns + int((rating_ms + 500 * noise.lognormvariate(0, 0.03)) * MS)
-    loop = with_stages(CONTROLLER, {"rollout": [(begin_ns, middle_ns)], "update": [(middle_ns, end_ns)]})
+    loop = with_stages(
+        CONTROLLER, {"rollout": [(begin_ns, middle_ns)], "update": [(middle_ns, end_ns)]}
+    )
     found = StepSummary(step=step, begin_ns=begin_ns, end_ns=end_ns, loop=[loop], workers=workers)
     return msgspec.structs.replace(found, exposed=exposed(found))
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_a_slow_span_is_noticed_named_and_captured(seed: int) -> None:
-    """A tool in a rollout that varies by up to 40%, or one or all processes of a service; within 13 steps."""
+    """A tool in a rollout that varies by up to 40%, or one or all processes of a service;
+    within 13 steps.
+    """
     drawn = random.Random(seed)
     varies, services = drawn.uniform(0.05, 0.4), drawn.randint(1, 4)
     lanes = [f"reward_rank{rank}" for rank in range(services)]
@@ -89,7 +100,9 @@ def test_a_slow_span_is_noticed_named_and_captured(seed: int) -> None:
 
 
 def stage_of_engine(step: int, slow: str, tokens: int) -> StepSummary:
-    """Return a step of agents, an engine and a weight sync, in which a stage is three times as long."""
+    """Return a step of agents, an engine and a weight sync,
+    in which a stage is three times as long.
+    """
     begin_ns = step * 10**10
     loop, mine, now_ns = {}, {}, begin_ns
     for stage in ("rollout", "update_actor", "update_weights"):
@@ -102,10 +115,16 @@ def stage_of_engine(step: int, slow: str, tokens: int) -> StepSummary:
     del mine["update_actor"]
     workers = [
         RankUse(lane="agent_loop_rank0", role="agent_loop", spans=(*spans, whole)),
-        with_stages(RankUse(lane="rollout0_rank0", role="rollout", replica=0, spans=tuple(spans)), mine),
+        with_stages(
+            RankUse(lane="rollout0_rank0", role="rollout", replica=0, spans=tuple(spans)), mine
+        ),
     ]
     found = StepSummary(
-        step=step, begin_ns=begin_ns, end_ns=now_ns, loop=[with_stages(CONTROLLER, loop)], workers=workers
+        step=step,
+        begin_ns=begin_ns,
+        end_ns=now_ns,
+        loop=[with_stages(CONTROLLER, loop)],
+        workers=workers,
     )
     return msgspec.structs.replace(found, exposed=exposed(found))
 

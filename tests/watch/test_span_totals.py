@@ -1,4 +1,6 @@
-"""What spans add up to between captures: by name and step, in bounded memory, never the program's matter."""
+"""What spans add up to between captures: by name and step, in bounded memory,
+never the program's matter.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def time_passes() -> Iterator[Time]:
 
 
 def rollout(time_passes: Time, tool_ns: int, samples: int, failing: int = 0) -> None:
-    """Run trajectories one after another, each with two requests and a tool that takes some time."""
+    """Run trajectories one after another, each with two requests and a tool
+    that takes some time.
+    """
     for sample in range(samples):
         with suppress(KeyError), trajectory(sample=sample) as running:
             for _ in range(2):
@@ -172,7 +176,12 @@ def test_odd_values_cost_no_step(tmp_path: Path) -> None:
 def test_spans_of_one_name_in_two_roles_are_not_counted_twice() -> None:
     """An agent loop waits for the reward that another process gives: both have a span of it."""
     uses = [
-        RankUse(lane=f"{role}_rank{rank}", role=role, rank=rank, spans=[SpanTotal("reward", 16, seconds)])
+        RankUse(
+            lane=f"{role}_rank{rank}",
+            role=role,
+            rank=rank,
+            spans=[SpanTotal("reward", 16, seconds)],
+        )
         for role, seconds in (("agent_loop", 9), ("reward", 4))
         for rank in range(2)
     ]
@@ -186,9 +195,15 @@ def test_spans_of_one_name_in_two_roles_are_not_counted_twice() -> None:
 
 @pytest.mark.parametrize("slow", ["tool", "update"])
 def test_a_tool_that_becomes_slow_in_a_running_loop_is_named(
-    tmp_path: Path, session: Session, time_passes: Time, capsys: pytest.CaptureFixture[str], slow: str
+    tmp_path: Path,
+    session: Session,
+    time_passes: Time,
+    capsys: pytest.CaptureFixture[str],
+    slow: str,
 ) -> None:
-    """In the manifest, and so in the report and in ``top``; not where it is another stage that is slow."""
+    """In the manifest, and so in the report and in ``top``;
+    not where it is another stage that is slow.
+    """
     worker = AgentLoopCaptureMixin()
     watch = {"enable": True, "every": 4, "trigger": {"window": 6}}
     config = {**WATCHED, "save_path": str(tmp_path), "schedule": {"steps": []}, "watch": watch}
@@ -216,7 +231,9 @@ def test_a_tool_that_becomes_slow_in_a_running_loop_is_named(
     [folder] = sorted(tmp_path.glob("step_*"))
     trigger = read_manifest(folder).trigger
     assert (trigger.kind, trigger.stage) == ("anomaly", "rollout" if slow == "tool" else "update")
-    named = "; tool:search of agent_loop took 300 ms in 3 calls, usually 15.0 ms in 3" in trigger.reason
+    named = (
+        "; tool:search of agent_loop took 300 ms in 3 calls, usually 15.0 ms in 3" in trigger.reason
+    )
     assert named == (slow == "tool"), trigger.reason
     assert "generate of" not in trigger.reason
     assert "trajectory of" not in trigger.reason

@@ -55,7 +55,9 @@ def test_stages_one_after_another_are_all_kept(watched: Session) -> None:
 
 
 def test_threads_and_tasks_have_outermost_stages_of_their_own(watched: Session) -> None:
-    """A task that begins inside of a stage is inside of it, and on its own once the stage has ended."""
+    """A task that begins inside of a stage is inside of it,
+    and on its own once the stage has ended.
+    """
     entered, leave = threading.Event(), threading.Event()
 
     def on_thread() -> None:

@@ -36,7 +36,10 @@ def test_a_stage_has_exposed_time_leader_and_imbalance() -> None:
 def test_the_spans_of_trajectories_have_their_sum_and_number() -> None:
     spans = [SpanTotal("tool:search", 240, 12_300 * MS, 3)]
     one, *others = summary(7).workers
-    workers = [msgspec.structs.replace(one, spans=spans), msgspec.structs.replace(others[0], spans=spans)]
+    workers = [
+        msgspec.structs.replace(one, spans=spans),
+        msgspec.structs.replace(others[0], spans=spans),
+    ]
     step = msgspec.structs.replace(summary(7), workers=workers)
     step.add_up()
     values = values_of(step)
@@ -49,7 +52,9 @@ def test_the_spans_of_trajectories_have_their_sum_and_number() -> None:
 
 
 def test_a_run_has_its_log_and_its_curves(tmp_path: Path) -> None:
-    """With one line of settings, from a loop that captures nothing; a listener has the numbers, too."""
+    """With one line of settings, from a loop that captures nothing;
+    a listener has the numbers, too.
+    """
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

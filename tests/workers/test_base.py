@@ -37,7 +37,11 @@ def test_it_composes_with_a_class_that_has_a_constructor(tmp_path: Path, session
     assert worker.update() == 5
     result = worker.stop_capture("run-1").result
     assert (started.status, result.status) == ("recording", "ok")
-    assert (result.identity.role, result.identity.rank, result.identity.world_size) == ("actor", 2, 4)
+    assert (result.identity.role, result.identity.rank, result.identity.world_size) == (
+        "actor",
+        2,
+        4,
+    )
     assert result.identity.topology == {"dp": 2}
     assert [span.name for span in result.stages] == ["update_actor"]
 

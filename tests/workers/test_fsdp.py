@@ -38,7 +38,9 @@ def train(rank: int, folder: Path, config: dict[str, Any]) -> None:
     import msgspec
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+    )
     worker = Worker()
     worker.init_capture(config, role="actor", mesh=worker.mesh)
     worker.update()
@@ -50,7 +52,9 @@ def train(rank: int, folder: Path, config: dict[str, Any]) -> None:
         assert [artifact.status for artifact in reply.result.artifacts] == ["ok"], reply
     (folder / f"result{rank}.json").write_bytes(msgspec.json.encode(reply.result))
     dist.destroy_process_group()
-    os._exit(0)  # torch 2.13 aborts now and then (1 of 30 without this package) in the exit handlers of FSDP
+    os._exit(
+        0
+    )  # torch 2.13 aborts now and then (1 of 30 without this package) in the exit handlers of FSDP
 
 
 def run_two(folder: Path, **given: Any) -> list[CaptureResult]:
@@ -58,7 +62,9 @@ def run_two(folder: Path, **given: Any) -> list[CaptureResult]:
     import torch.multiprocessing as mp
 
     start_forkserver()
-    mp.start_processes(train, (folder, settings(**given).to_dict()), nprocs=2, start_method="forkserver")
+    mp.start_processes(
+        train, (folder, settings(**given).to_dict()), nprocs=2, start_method="forkserver"
+    )
     return [
         msgspec.json.decode((folder / f"result{rank}.json").read_bytes(), type=CaptureResult)
         for rank in (0, 1)
@@ -66,7 +72,9 @@ def run_two(folder: Path, **given: Any) -> list[CaptureResult]:
 
 
 def test_ranks_and_mesh_are_read_and_select(tmp_path: Path) -> None:
-    """Identity from the process group, topology from the mesh; the last rank along ``dp`` alone records."""
+    """Identity from the process group, topology from the mesh;
+    the last rank along ``dp`` alone records.
+    """
     first, last = run_two(tmp_path, select={"dp": -1})
     assert (first.status, last.status) == ("skipped", "ok")
     identity = last.identity
@@ -92,7 +100,8 @@ def test_switched_off_needs_neither_process_group_nor_megatron(mixin: type[Any])
 def test_without_a_process_group_the_rank_must_be_given(tmp_path: Path, session: Session) -> None:
     worker = FSDPCaptureMixin()
     with pytest.raises(
-        CaptureStateError, match=r"do so first by init_process_group\(\), or pass rank and world_size"
+        CaptureStateError,
+        match=r"do so first by init_process_group\(\), or pass rank and world_size",
     ):
         worker.init_capture(settings(tool="spans"), role="actor")
     with pytest.raises(CaptureStateError, match="not initialised"):

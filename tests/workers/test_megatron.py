@@ -1,4 +1,6 @@
-"""The Megatron mixin and its timers, with real Megatron-core on CPU: TP=2, PP=2, and its own schedule."""
+"""The Megatron mixin and its timers, with real Megatron-core on CPU: TP=2, PP=2,
+and its own schedule.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,19 @@ ROOT = Path(__file__).resolve().parents[2]
 SPANS = {"enable": True, "tool": "spans"}
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 needs_megatron = pytest.mark.skipif(
-    not HAS_MEGATRON, reason="megatron-core is not installed; `make test-megatron` builds an environment"
+    not HAS_MEGATRON,
+    reason="megatron-core is not installed; `make test-megatron` builds an environment",
 )
 
 
 def run_recipe(folder: Path, *overrides: str) -> Manifest:
-    command = [sys.executable, "-m", "recipes.megatron_tiny.train", f"output_dir={folder}", "steps=2"]
+    command = [
+        sys.executable,
+        "-m",
+        "recipes.megatron_tiny.train",
+        f"output_dir={folder}",
+        "steps=2",
+    ]
     done = subprocess.run(
         [*command, "profiling.schedule.steps=[2]", *overrides],
         cwd=ROOT,
@@ -61,7 +70,9 @@ def assert_inside(spans: Sequence[StageSpan], inner: str, outer: str) -> None:
 @needs_megatron
 @pytest.mark.timeout(500)
 def test_tensor_parallel_ranks(tmp_path: Path) -> None:
-    """TP=2, e2e, the last tensor rank selected: its coordinates, file, micro-batches and timeline lane."""
+    """TP=2, e2e, the last tensor rank selected: its coordinates, file,
+    micro-batches and timeline lane.
+    """
     manifest = run_recipe(tmp_path, "parallel.tp=2", "parallel.pp=1", "profiling.select.tp=[-1]")
     worker = next(worker for worker in manifest.workers if worker.status == "ok")
     assert [other.identity.rank for other in manifest.workers if other.artifacts] == [1]
@@ -81,7 +92,9 @@ def test_tensor_parallel_ranks(tmp_path: Path) -> None:
     timeline = merge(step)
     assert not timeline.problems
     events = [event for chunk in Trace(timeline.path).chunks() for event in chunk]
-    assert any(event.name == "gloo:all_reduce" for event in events), "the tensor-parallel collective"
+    assert any(event.name == "gloo:all_reduce" for event in events), (
+        "the tensor-parallel collective"
+    )
     assert any(b"tp1" in bytes(event.args) for event in events if event.name == "process_name")
 
 
@@ -89,7 +102,9 @@ def test_tensor_parallel_ranks(tmp_path: Path) -> None:
 @needs_megatron
 @pytest.mark.timeout(500)
 def test_pipeline_stages(tmp_path: Path) -> None:
-    """PP=2, discrete, one rank of each pipeline stage: an artifact per stage and rank, and the waits."""
+    """PP=2, discrete, one rank of each pipeline stage: an artifact per stage and rank,
+    and the waits.
+    """
     manifest = run_recipe(
         tmp_path,
         "parallel.tp=1",
@@ -164,15 +179,22 @@ def test_before_model_parallelism_is_initialised() -> None:
 def test_timers_are_copied_and_sent_with_their_config() -> None:
     """Megatron makes deep copies of configs, and Ray sends them to other processes."""
     own = UsersTimers()
-    for copied in (copy.deepcopy(CaptureTimers(own)), pickle.loads(pickle.dumps(CaptureTimers(own)))):
+    for copied in (
+        copy.deepcopy(CaptureTimers(own)),
+        pickle.loads(pickle.dumps(CaptureTimers(own))),
+    ):
         copied("forward-compute", log_level=2).start()
         assert copied.calls == ["start forward-compute"]
     assert own.calls == []
 
 
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
-def test_user_code_that_raises_inside_a_micro_batch(tmp_path: Path, session: Session, mode: str) -> None:
-    """Nobody stops the timer then; the stage around it ends all the same, and so does the next one."""
+def test_user_code_that_raises_inside_a_micro_batch(
+    tmp_path: Path, session: Session, mode: str
+) -> None:
+    """Nobody stops the timer then; the stage around it ends all the same,
+    and so does the next one.
+    """
     timers = CaptureTimers()
 
     def update() -> None:

@@ -16,11 +16,17 @@ MIXINS = [RolloutCaptureMixin, VLLMCaptureMixin, SGLangCaptureMixin]
 
 @pytest.mark.parametrize("mixin", MIXINS)
 async def test_other_nodes_of_a_replica_do_nothing(mixin: type[Any], tmp_path: Path) -> None:
-    """Node 1 has no engine to drive: it answers `skipped`, makes no folder, and stops without a word."""
+    """Node 1 has no engine to drive: it answers `skipped`, makes no folder,
+    and stops without a word.
+    """
     server = mixin()
     server.init_capture({"enable": True}, engine=None, replica=2, node_rank=1)
     reply = await server.start_capture(request(tmp_path))
-    assert (reply.status, reply.identity.name, reply.identity.node_rank) == ("skipped", "rollout2", 1)
+    assert (reply.status, reply.identity.name, reply.identity.node_rank) == (
+        "skipped",
+        "rollout2",
+        1,
+    )
     assert "node 0 records for all" in reply.reason
     assert (await server.stop_capture("run-1")).result.status == "skipped"
     assert not list(tmp_path.iterdir())
@@ -28,7 +34,9 @@ async def test_other_nodes_of_a_replica_do_nothing(mixin: type[Any], tmp_path: P
 
 @pytest.mark.parametrize("mixin", MIXINS)
 @pytest.mark.parametrize("config", [None, {}, {"enable": False}])
-async def test_nothing_is_set_up_when_profiling_is_off(mixin: type[Any], config: Any, tmp_path: Path) -> None:
+async def test_nothing_is_set_up_when_profiling_is_off(
+    mixin: type[Any], config: Any, tmp_path: Path
+) -> None:
     """Disabled, the engine is not looked at and every call answers `skipped`."""
     server = mixin()
     server.init_capture(config, engine=object())
@@ -43,14 +51,20 @@ async def test_start_before_init_names_the_remedy(tmp_path: Path) -> None:
     class Server(RolloutCaptureMixin):
         pass
 
-    with pytest.raises(CaptureStateError, match=r"step=1\): Server is not set up; call init_capture"):
+    with pytest.raises(
+        CaptureStateError, match=r"step=1\): Server is not set up; call init_capture"
+    ):
         await Server().start_capture(request(tmp_path))
     assert (await Server().stop_capture()).result.status == "skipped"
 
 
 def test_an_engine_that_cannot_be_recorded_is_refused() -> None:
-    """An unknown one by class and replica, an old one with what to install; nothing of it is called."""
-    with pytest.raises(ToolUnavailableError, match=r"builtins\.object \(rollout replica 3 .*AsyncLLM"):
+    """An unknown one by class and replica, an old one with what to install;
+    nothing of it is called.
+    """
+    with pytest.raises(
+        ToolUnavailableError, match=r"builtins\.object \(rollout replica 3 .*AsyncLLM"
+    ):
         RolloutCaptureMixin().init_capture({"enable": True}, engine=object(), replica=3)
 
     class Engine:

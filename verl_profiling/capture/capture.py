@@ -43,9 +43,9 @@ class _Running(NamedTuple):
 class Capture:
     """Receives stages (as a ``StageSink``), and starts and stops the tools of one worker.
 
-    In e2e mode the tools record from :meth:`open` to :meth:`close`. In discrete mode they record inside each
-    outermost selected stage; a nested stage becomes a span of its artifact. The tools start and stop
-    together; if one tool fails to stop, the others are still stopped.
+    In e2e mode the tools record from :meth:`open` to :meth:`close`. In discrete mode they record
+    inside each outermost selected stage; a nested stage becomes a span of its artifact. The tools
+    start and stop together; if one tool fails to stop, the others are still stopped.
 
     Some tools must be stopped on the thread that started them, the owner. A stop on another thread
     waits until the owner begins or ends a stage.
@@ -165,17 +165,22 @@ class Capture:
         return here or all(running.tool.any_thread for running in self._running)
 
     def _stop_for_good(self) -> None:
-        """Stop the tools for the rest of the capture, if the tools may be stopped on this thread."""
+        """Stop the tools for the rest of the capture,
+        if the tools may be stopped on this thread.
+        """
         with self._lock:  # a stage may be starting a recording on another thread
             if self._may_stop_here() and not self._stopped.is_set():
                 self._stop_tools()
                 self._stopped.set()
 
     def _give_up(self) -> None:
-        """Discard recordings that the owner thread never stopped, so that the process can record again."""
+        """Discard recordings that the owner thread never stopped,
+        so that the process can record again.
+        """
         problem = (
             f"stop_capture(step={self.request.step}) arrived on another thread than the one that "
-            f"started recording, which passed no stage for {self.handover_s:.1f} s ({self.identity}); "
+            f"started recording, which passed no stage for {self.handover_s:.1f} s "
+            f"({self.identity}); "
             "start and stop on one thread"
         )
         logger.error("%s: %s", self.identity, problem)
@@ -189,7 +194,8 @@ class Capture:
         """Start all tools.
 
         Raises:
-            Exception: The exception of a tool. The recordings of the other tools are discarded as failed.
+            Exception: The exception of a tool. The recordings of the other tools are discarded as
+                failed.
         """
         self._owner = threading.get_native_id()
         destination = self._destination(stage, occurrence)
@@ -210,7 +216,9 @@ class Capture:
                     self._discard()
                     for other in self.role.tools:
                         if other is not tool and other.suffix:
-                            reason = f"not recorded, because tool {tool.name} failed to start beside it"
+                            reason = (
+                                f"not recorded, because tool {tool.name} failed to start beside it"
+                            )
                             self._enter(other, destination, status="failed", reason=reason)
                     raise
             self._mark_spans()
@@ -237,7 +245,8 @@ class Capture:
         self._metrics[f"stage/{stage.name}/process_peak_rss_bytes"] = float(process_peak_bytes())
 
     def _end_what_is_too_large(self) -> None:
-        """Stop each tool whose recording would need too much memory to be written: ``limits.memory_share``.
+        """Stop each tool whose recording would need too much memory to be written:
+        ``limits.memory_share``.
 
         Stages and other tools are still recorded.
         """
@@ -286,7 +295,9 @@ class Capture:
     def _keep(self, output: Output, end_ns: int, truncated: str) -> None:
         """Add the artifact of a recording to the result, and queue its compression and upload."""
         written, known = output.artifact, self._artifacts.values()
-        expected = next((one for one in known if one.status == "missing" and one.is_run_of(written)), written)
+        expected = next(
+            (one for one in known if one.status == "missing" and one.is_run_of(written)), written
+        )
 
         def complete(artifact: Artifact) -> Artifact:
             """Add begin, end and truncation to the artifact of a tool."""
@@ -299,7 +310,9 @@ class Capture:
         if artifact.path != expected.path:
             self._artifacts.pop(expected.path, None)
         self._artifacts[artifact.path] = artifact
-        if artifact.stage is not None:  # write it now: this process may be killed before the next stage
+        if (
+            artifact.stage is not None
+        ):  # write it now: this process may be killed before the next stage
             self.done(artifact)
 
     def _discard(self) -> None:
@@ -310,7 +323,9 @@ class Capture:
 
     def _mark_spans(self) -> None:
         """Mark stages in the artifacts of the tools that support marks."""
-        kinds = [marks for running in self._running if (marks := running.recording.marks) is not None]
+        kinds = [
+            marks for running in self._running if (marks := running.recording.marks) is not None
+        ]
         if len(kinds) == 1:
             self.log.begin_mark, self.log.end_mark = kinds[0]
         elif kinds:
@@ -322,12 +337,16 @@ class Capture:
     def _failed(self, tool: Tool, destination: Destination, doing: str, error: Exception) -> None:
         """Handle the error of a tool: log the error once, and record it in the artifact."""
         step = self.request.step
-        logger.error("%s: tool %s failed to %s in step %d: %s", self.identity, tool.name, doing, step, error)
+        logger.error(
+            "%s: tool %s failed to %s in step %d: %s", self.identity, tool.name, doing, step, error
+        )
         reason = f"{doing} raised {type(error).__name__}: {error}"
         self._enter(tool, destination, status="failed", reason=reason)
 
     def _enter(self, tool: Tool, destination: Destination, **fields: Any) -> None:
-        """Add or replace a tool's artifact; tools without files have an artifact only after a failure."""
+        """Add or replace a tool's artifact; tools without files have an artifact only
+        after a failure.
+        """
         if tool.suffix or fields.get("status") == "failed":
             artifact = msgspec.structs.replace(destination.artifact(type(tool)), **fields)
             self._artifacts[artifact.path] = artifact
@@ -361,11 +380,14 @@ class Capture:
             ran = ", ".join(sorted({span.name for span in stages})) or "none"
             wanted = "any" if self.role.stages is None else ", ".join(sorted(self.role.stages))
             asked = self.request.selection is not None and self.request.selection.stages is not None
-            status = "skipped" if asked else "empty"  # a request may select stages that other processes run
+            status = (
+                "skipped" if asked else "empty"
+            )  # a request may select stages that other processes run
             reason = f"no selected stage ran (selected: {wanted}; ran: {ran})"
             if asked and not stages:
                 reason += (
-                    ": the loop's own stages do not count; mark one in the worker with verl_profiling.stage"
+                    ": the loop's own stages do not count; mark one in the worker with "
+                    "verl_profiling.stage"
                 )
         return result_of(
             self.request,

@@ -1,4 +1,5 @@
-"""Background work after a capture, while training goes on: compression, uploads and ``after`` hooks.
+"""Background work after a capture, while training goes on: compression, uploads and ``after``
+hooks.
 
 A hook of ``after`` cannot disturb training: it has a thread, a timeout, and a file for its output.
 """
@@ -39,7 +40,8 @@ _GRACE_S = 5.0
 class BackgroundWork:
     """Runs functions one after another, on a thread that exists while there is work.
 
-    The interpreter does not wait for this thread at exit, unlike for executors of ``concurrent.futures``.
+    The interpreter does not wait for this thread at exit, unlike for executors of
+    ``concurrent.futures``.
 
     Args:
         name: Kind of work, for the name of the thread.
@@ -92,7 +94,8 @@ def finish(
     done: Callable[[Artifact], object],
     complete: Callable[[Artifact], Artifact] = lambda artifact: artifact,
 ) -> Artifact:
-    """Queue the compression and upload of an artifact; return the artifact, ``pending`` if there is work.
+    """Queue the compression and upload of an artifact; return the artifact, ``pending`` if there is
+    work.
 
     Args:
         output: Output of the tool.
@@ -115,7 +118,9 @@ def finish(
                 final = _uploaded(Path(request.folder), upload, final)
         except Exception as error:
             logger.exception("compression of %s failed", pending.path)
-            final = pending.with_status("failed", f"compression failed: {type(error).__name__}: {error}")
+            final = pending.with_status(
+                "failed", f"compression failed: {type(error).__name__}: {error}"
+            )
         done(final)
 
     background.submit(work)
@@ -123,7 +128,9 @@ def finish(
 
 
 def _uploaded(folder: Path, upload: Upload, artifact: Artifact) -> Artifact:
-    """Upload a finished artifact; return the artifact, after a failure with its local path and the reason."""
+    """Upload a finished artifact; return the artifact,
+    after a failure with its local path and the reason.
+    """
     local = folder / artifact.path
     if not local.exists():  # empty or failed, or removed meanwhile
         return artifact
@@ -139,7 +146,9 @@ def _uploaded(folder: Path, upload: Upload, artifact: Artifact) -> Artifact:
             copy_line(folder, upload.url),
         )
         reason = "; ".join(filter(None, (artifact.reason, reason)))
-        return artifact.with_status(artifact.status, reason, where=f"{socket.gethostname()}:{local}")
+        return artifact.with_status(
+            artifact.status, reason, where=f"{socket.gethostname()}:{local}"
+        )
     return artifact
 
 
@@ -184,13 +193,17 @@ class AfterHooks:
                 self._runs.setdefault(name, run)
 
     def ended(self, capture_id: str, is_written: Callable[[], bool]) -> None:
-        """Run the hooks of an ended capture once ``is_written`` returns true, or their timeout is over."""
+        """Run the hooks of an ended capture once ``is_written`` returns true,
+        or their timeout is over.
+        """
         if capture_id != self._capture_id:
             return
         runs, self._runs = self._runs, {}
         for name, run in runs.items():
             self._last.pop(name, None)
-            self.background.submit(partial(_run_when, is_written, self._hooks[name].timeout_s, name, run))
+            self.background.submit(
+                partial(_run_when, is_written, self._hooks[name].timeout_s, name, run)
+            )
 
     def train_ends(self) -> None:
         """Run the hooks that run once per training (``when: last``), unless they have run."""
@@ -204,11 +217,15 @@ class AfterHooks:
         return sum(2 * hook.timeout_s + _GRACE_S for hook in self._hooks.values())
 
 
-def _run_when(is_written: Callable[[], bool], wait_s: float, name: str, run: Callable[[], None]) -> None:
+def _run_when(
+    is_written: Callable[[], bool], wait_s: float, name: str, run: Callable[[], None]
+) -> None:
     until_s = time.monotonic() + wait_s
     while not is_written():
         if time.monotonic() >= until_s:
-            logger.warning("after.%s begins, and files are not written after timeout_s=%g", name, wait_s)
+            logger.warning(
+                "after.%s begins, and files are not written after timeout_s=%g", name, wait_s
+            )
             break
         time.sleep(_LOOK_AGAIN_S)
     run()
@@ -231,7 +248,9 @@ def _run(name: str, hook: AfterHook, request: CaptureRequest, who: WorkerIdentit
     begin = time.monotonic()
     try:
         make_folder(log.parent)
-        outcome = _outcome(hook, {f"VERL_PROFILING_{key}": str(value) for key, value in values.items()}, log)
+        outcome = _outcome(
+            hook, {f"VERL_PROFILING_{key}": str(value) for key, value in values.items()}, log
+        )
     except OSError as error:
         outcome = f"could not be run: {error}"
     logger.log(

@@ -1,4 +1,6 @@
-"""Requests and replies between callback and workers, as plain picklable values; reasons of refusals."""
+"""Requests and replies between callback and workers, as plain picklable values;
+reasons of refusals.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ StartStatus = Literal["recording", "armed", "joined", "skipped", "refused"]
 
 
 class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to capture. A further request with the same ``capture_id`` joins the running capture.
+    """A request to capture. A further request with the same ``capture_id`` joins the running
+    capture.
 
     Attributes:
         capture_id: Unique within the run; different for each window of a rollout.
@@ -28,7 +31,8 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
         step: First step of the capture.
         folder: Absolute path of the step folder; a missing folder is created.
         policy_version: Version of the weights, if the loop reports one.
-        stage: The only stage of the capture: ``rollout`` for engines in discrete mode, else ``None``.
+        stage: The only stage of the capture: ``rollout`` for engines in discrete mode, else
+            ``None``.
         occurrence: Number of the stage's run in this step, from 1.
         keep: ``False`` for a warm-up, which is discarded.
         last: Whether this is the last capture of the schedule.
@@ -56,7 +60,8 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Make the step folder, unless it exists.
 
         Raises:
-            OSError: The folder cannot be made, is a link, or lies in a staging folder that others may write.
+            OSError: The folder cannot be made, is a link, or lies in a staging folder that others
+                may write.
         """
         folder = Path(self.folder)
         if self.upload is not None:
@@ -70,8 +75,8 @@ class StartReply(msgspec.Struct, frozen=True):
     Attributes:
         identity: The worker; names with the same host and ``pid`` share a process.
         status: ``recording``, ``armed`` (waits for a stage), ``joined`` (a colocated role
-            started this capture already), ``skipped`` (not selected, or switched off) or ``refused`` (this
-            process cannot make a capture with the selection of the request).
+            started this capture already), ``skipped`` (not selected, or switched off) or
+            ``refused`` (this process cannot make a capture with the selection of the request).
         received_ns: Arrival of the call, on the worker's clock.
         reason: Reason why the worker is skipped or refuses.
         expected: The expected artifacts, as far as known at the start.
@@ -92,9 +97,11 @@ class StopReply(msgspec.Struct, frozen=True):
     """The reply to ``stop_capture``.
 
     Attributes:
-        result: The worker's result, as in its result file; the status is ``skipped`` if nothing was recorded.
+        result: The worker's result, as in its result file; the status is ``skipped`` if nothing was
+            recorded.
         received_ns: Arrival of the call, on the worker's clock.
-        process: The replying process; after a restart of the worker, another process than at the start.
+        process: The replying process; after a restart of the worker, another process than at the
+            start.
         replied_ns: Sending of the reply, on the worker's clock.
     """
 
@@ -113,17 +120,24 @@ def result_of(
         request: The capture.
         role: The worker's settings.
         identity: The worker.
-        **fields: Further fields of the result, e.g. roles and tools other than those of the request.
+        **fields: Further fields of the result, e.g. roles and tools other than those of the
+            request.
     """
     fields = {"roles": [identity.role], "tools": role.tool_names, **fields}
     return CaptureResult(
-        identity=identity, capture_id=request.capture_id, step=request.step, mode=role.mode, **fields
+        identity=identity,
+        capture_id=request.capture_id,
+        step=request.step,
+        mode=role.mode,
+        **fields,
     )
 
 
 def skipped(identity: WorkerIdentity, reason: str, capture_id: str | None = None) -> CaptureResult:
     """Return the result of a worker that does not take part."""
-    return CaptureResult(identity=identity, capture_id=capture_id or "", status="skipped", reason=reason)
+    return CaptureResult(
+        identity=identity, capture_id=capture_id or "", status="skipped", reason=reason
+    )
 
 
 def switched_off(identity: WorkerIdentity) -> str:
@@ -147,5 +161,6 @@ def not_set_up(request: CaptureRequest, who: object, arguments: str) -> CaptureS
         arguments: Arguments to suggest for ``init_capture``.
     """
     return CaptureStateError(
-        f"start_capture(step={request.step}): {who} is not set up; call init_capture({arguments}) first"
+        f"start_capture(step={request.step}): {who} is not set up; call "
+        f"init_capture({arguments}) first"
     )

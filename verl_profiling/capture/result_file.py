@@ -31,7 +31,16 @@ from verl_profiling.settings.role import RoleConfig
 logger = logging.getLogger(__name__)
 
 NOT_STOPPED = "never stopped"
-_JOINED = ("roles", "artifacts", "stages", "tool_spans", "anchors", "requests", "notes", "policy_versions")
+_JOINED = (
+    "roles",
+    "artifacts",
+    "stages",
+    "tool_spans",
+    "anchors",
+    "requests",
+    "notes",
+    "policy_versions",
+)
 _NO_REQUEST = CaptureRequest(capture_id="", run_id="", step=0, folder="")
 _NO_RESULT = CaptureResult(identity=WorkerIdentity(role="unknown"))
 _WORST_FIRST: tuple[CaptureStatus, ...] = ("failed", "truncated", "empty", "ok", "skipped")
@@ -64,9 +73,13 @@ class Slot:
         if self.file.holds(capture_id):
             return self.file.result
         state = f"capture {open_now.capture_id} is open" if open_now else "nothing is open"
-        return skipped(identity, f"stop_capture: {state}; call start_capture(...) first", capture_id)
+        return skipped(
+            identity, f"stop_capture: {state}; call start_capture(...) first", capture_id
+        )
 
-    def settle(self, result: CaptureResult, capture_id: str | None, finish_s: float) -> CaptureResult:
+    def settle(
+        self, result: CaptureResult, capture_id: str | None, finish_s: float
+    ) -> CaptureResult:
         """Run the hooks of an ended capture; wait for background work, and return the result.
 
         Args:
@@ -74,7 +87,9 @@ class Slot:
             capture_id: The capture to stop; ``None`` at the end of training.
             finish_s: Seconds to wait; 0 returns at once.
         """
-        self.hooks.ended(result.capture_id if capture_id is None else capture_id, self.file.is_settled)
+        self.hooks.ended(
+            result.capture_id if capture_id is None else capture_id, self.file.is_settled
+        )
         if not finish_s:
             return result
         self.background.drain(finish_s)
@@ -86,8 +101,12 @@ class Slot:
 
 
 @contextmanager
-def measured(spans: list[ToolSpan], name: Literal["start", "stop"], stage: str | None) -> Iterator[None]:
-    """Measure a start or stop of the tools as a span; ``stage`` is the recorded stage in discrete mode."""
+def measured(
+    spans: list[ToolSpan], name: Literal["start", "stop"], stage: str | None
+) -> Iterator[None]:
+    """Measure a start or stop of the tools as a span;
+    ``stage`` is the recorded stage in discrete mode.
+    """
     begin_ns = clock.now_ns()
     try:
         yield
@@ -115,11 +134,17 @@ class ResultFile:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _windows: list[CaptureResult] = field(default_factory=list)
 
-    def opened(self, request: CaptureRequest, role: RoleConfig, identity: WorkerIdentity) -> ResultFile:
-        """Return the file of a new capture: a new file, or for a further window of the step this one."""
+    def opened(
+        self, request: CaptureRequest, role: RoleConfig, identity: WorkerIdentity
+    ) -> ResultFile:
+        """Return the file of a new capture: a new file,
+        or for a further window of the step this one.
+        """
         same_step = capture_of(self.request.capture_id) == capture_of(request.capture_id)
         file = self if same_step else ResultFile(self.background)
-        window = result_of(request, role, identity, status="failed", reason=NOT_STOPPED, stopped=False)
+        window = result_of(
+            request, role, identity, status="failed", reason=NOT_STOPPED, stopped=False
+        )
         with file._lock:
             file.request = request
             if file._windows and not file._windows[-1].stopped:  # its start failed
@@ -128,23 +153,30 @@ class ResultFile:
         return file
 
     def holds(self, capture_id: str | None) -> bool:
-        """Return whether the file has the result of a stopped capture with this id; ``None`` for any id."""
+        """Return whether the file has the result of a stopped capture with this id;
+        ``None`` for any id.
+        """
         stopped = bool(self._windows) and self._windows[-1].stopped
         return stopped and capture_id in (None, self.request.capture_id)
 
     def is_settled(self) -> bool:
-        """Return whether all artifacts are finished, except artifacts for ``verl-profiling collect``."""
+        """Return whether all artifacts are finished,
+        except artifacts for ``verl-profiling collect``.
+        """
         return not any(one.status == "pending" and not one.reason for one in self.result.artifacts)
 
     def close(self, result: CaptureResult, failed: str = "") -> CaptureResult:
-        """Write and return the result of the stopped capture, and upload the file in the background.
+        """Write and return the result of the stopped capture, and upload the file in the
+        background.
 
         Args:
             result: The result.
             failed: Reason why the whole capture failed; empty if it did not.
         """
         if not self.request.keep:
-            result = msgspec.structs.replace(result, status="skipped", reason="warm-up", artifacts=[])
+            result = msgspec.structs.replace(
+                result, status="skipped", reason="warm-up", artifacts=[]
+            )
         if failed:
             result = msgspec.structs.replace(result, status="failed", reason=failed)
         step, versions, artifacts = self.request.step, result.policy_versions, []
@@ -208,7 +240,9 @@ class ResultFile:
             write_json_atomically(path, result, durable=result.stopped)
             remote = request.upload if upload else None
             if remote is not None and not any(one.status == "pending" for one in result.artifacts):
-                is_left_here = any(one.where for one in result.artifacts)  # --ray reads them beside this file
+                is_left_here = any(
+                    one.where for one in result.artifacts
+                )  # --ray reads them beside this file
                 remote.move(path, path.name, keep=is_left_here)
         except FileNotFoundError:
             logger.info("%s was removed, so the result of %s is not written", path.parent, name)
@@ -221,8 +255,12 @@ def _merged(results: list[CaptureResult]) -> CaptureResult:
     """Return one result for several windows of a worker, with the capture id of the last window."""
     worst = min(results, key=lambda result: _WORST_FIRST.index(result.status))
     last = results[-1]
-    joined = {name: [one for result in results for one in getattr(result, name)] for name in _JOINED}
-    joined |= {name: list(dict.fromkeys(joined[name])) for name in ("roles", "notes", "policy_versions")}
+    joined = {
+        name: [one for result in results for one in getattr(result, name)] for name in _JOINED
+    }
+    joined |= {
+        name: list(dict.fromkeys(joined[name])) for name in ("roles", "notes", "policy_versions")
+    }
     return msgspec.structs.replace(
         last,
         step=min(result.step for result in results),
@@ -234,15 +272,25 @@ def _merged(results: list[CaptureResult]) -> CaptureResult:
 
 
 def _with_artifact(result: CaptureResult, finished: Artifact) -> CaptureResult:
-    """Return a result with the new status of an artifact, and a new own status if the artifact changes it."""
+    """Return a result with the new status of an artifact,
+    and a new own status if the artifact changes it.
+    """
 
     def updated(artifact: Artifact) -> Artifact:
         if not artifact.is_run_of(finished):
             return artifact
-        late = artifact.status in ("failed", "missing") and finished.status in ("ok", "truncated", "empty")
+        late = artifact.status in ("failed", "missing") and finished.status in (
+            "ok",
+            "truncated",
+            "empty",
+        )
         if artifact.status != "pending" and not late:
             return artifact
-        reason = f"artifact late: {artifact.reason}" if late and finished.status == "ok" else finished.reason
+        reason = (
+            f"artifact late: {artifact.reason}"
+            if late and finished.status == "ok"
+            else finished.reason
+        )
         return msgspec.structs.replace(
             finished, step=artifact.step, policy_versions=artifact.policy_versions, reason=reason
         )

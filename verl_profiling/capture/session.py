@@ -1,7 +1,7 @@
 """The session of a process, which records one capture at a time.
 
-Profilers are process-wide, so roles that share a process share the session. The first ``start_capture`` opens
-the capture, and the calls of colocated roles join it.
+Profilers are process-wide, so roles that share a process share the session. The first
+``start_capture`` opens the capture, and the calls of colocated roles join it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,14 @@ from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.tools import Tool
 from verl_profiling.trajectories.spans import total_spans
 from verl_profiling.watch.hangs import HangReporter, in_background
-from verl_profiling.watch.sums import NO_LOOKS, STAGES_OF_A_STEP, Busy, StageSums, WatchQuestion, WatchReading
+from verl_profiling.watch.sums import (
+    NO_LOOKS,
+    STAGES_OF_A_STEP,
+    Busy,
+    StageSums,
+    WatchQuestion,
+    WatchReading,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +73,9 @@ class Session:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all workers and the capture, as in a new process; a forked child must not record."""
+        """Forget all workers and the capture, as in a new process;
+        a forked child must not record.
+        """
         self.sink: StageSink | None = None
         self.log: SpanLog | None = None
         record_pauses(self, None)
@@ -83,7 +92,9 @@ class Session:
         self._lock = threading.RLock()
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Pickle as a reference, because decorated methods of a worker class refer to the session."""
+        """Pickle as a reference, because decorated methods of a worker class refer
+        to the session.
+        """
         return process_session, ()
 
     def register(self, config: ProfilingConfig, identity: WorkerIdentity) -> None:
@@ -95,11 +106,15 @@ class Session:
         with self._lock:
             if not self._configs:
                 atexit.register(self.leave)
-                if multiprocessing.parent_process() is not None:  # a forked process runs no atexit functions
+                if (
+                    multiprocessing.parent_process() is not None
+                ):  # a forked process runs no atexit functions
                     multiprocessing.util.Finalize(None, self.leave, exitpriority=100)
                 self._slot = Slot(config.after)
             self._configs[identity.name] = config
-            if self.identity is None or (self.identity.replica is not None and identity.replica is None):
+            if self.identity is None or (
+                self.identity.replica is not None and identity.replica is None
+            ):
                 self.identity = identity  # of a trainer, where an engine shares its process
             self.keep_every_step(config.watch)
             if self.sums is not None and TRAJECTORIES in config.tool_names(identity.role):
@@ -127,7 +142,9 @@ class Session:
         return self.sums.read(identity, question)
 
     def busy(self, name: str) -> Busy | None:
-        """Return the stage that is open while any task runs in ``name``; ``None`` if the watch is off."""
+        """Return the stage that is open while any task runs in ``name``;
+        ``None`` if the watch is off.
+        """
         if self.sums is None:
             return None
         with self._lock:
@@ -183,16 +200,18 @@ class Session:
             clock.hold()
             self._pass_stages_to(capture)
             self._slot.hooks.begun(request, identity)
-        return StartReply(identity, "recording" if capture.whole else "armed", received_ns, expected=expected)
+        return StartReply(
+            identity, "recording" if capture.whole else "armed", received_ns, expected=expected
+        )
 
     def stop(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
         """Stop the open capture.
 
         Args:
-            capture_id: The capture to stop; ``None`` for any open capture. For the last ended capture, the
-                same result is returned again.
-            finish_s: Seconds to wait for background work on artifacts. Without a ``capture_id``, training
-                has ended, and the call also waits for the hooks of ``after``.
+            capture_id: The capture to stop; ``None`` for any open capture. For the last ended
+                capture, the same result is returned again.
+            finish_s: Seconds to wait for background work on artifacts. Without a ``capture_id``,
+                training has ended, and the call also waits for the hooks of ``after``.
 
         Returns:
             The result; ``skipped`` without a capture to stop.
@@ -203,12 +222,18 @@ class Session:
             if capture is not None and capture_id in (None, capture.request.capture_id):
                 result = self._close(capture)
             else:
-                identity = capture.identity if capture else self.identity or WorkerIdentity(role="unknown")
-                result = self._slot.result(capture_id, identity, capture.request if capture else None)
+                identity = (
+                    capture.identity if capture else self.identity or WorkerIdentity(role="unknown")
+                )
+                result = self._slot.result(
+                    capture_id, identity, capture.request if capture else None
+                )
         return StopReply(self._slot.settle(result, capture_id, finish_s), received_ns)
 
     def complete_result(self, change: Callable[[CaptureResult], CaptureResult]) -> None:
-        """Register a function that adds to the open capture's result when the capture is stopped."""
+        """Register a function that adds to the open capture's result
+        when the capture is stopped.
+        """
         if self._capture is not None:
             self._capture.completions.append(change)
 
@@ -248,19 +273,27 @@ class Session:
         finish_s = max((config.timeouts.finish_s for config in self._configs.values()), default=0.0)
         if not self._slot.background.drain(finish_s):
             logger.error(
-                "artifacts were still being compressed after %.0f s, and stay uncompressed", finish_s
+                "artifacts were still being compressed after %.0f s, and stay uncompressed",
+                finish_s,
             )
         self._slot.hooks.background.drain(finish_s)
 
     def _prepared_role(
         self, identity: WorkerIdentity, selection: CaptureSelection | None
     ) -> tuple[RoleConfig, bool]:
-        """Return a worker's settings, and whether the worker takes part; prepare the tools if so."""
+        """Return a worker's settings, and whether the worker takes part;
+        prepare the tools if so.
+        """
         config = self._configs[identity.name]
         stages = () if selection is None else selection.stages or ()
         side_by_side = not self._busy.keys().isdisjoint(stages)
-        if selection is not None and side_by_side and TRAJECTORIES in config.tool_names(identity.role):
-            # The watch reports spans of concurrent trajectories as a stage, but no tool records them alone.
+        if (
+            selection is not None
+            and side_by_side
+            and TRAJECTORIES in config.tool_names(identity.role)
+        ):
+            # The watch reports spans of concurrent trajectories as a stage, but no tool records
+            # them alone.
             selection = msgspec.structs.replace(selection, mode="e2e", stages=None)
         role = config.for_role(identity.role, selection)
         selected = role.selects(identity.rank, identity.replica, identity.topology, identity.sizes)
@@ -320,7 +353,9 @@ def stage(name: str) -> Stage:
 
 
 def named_stages() -> set[str]:
-    """Return the names of all stages that code of this process has made, in whichever step they are."""
+    """Return the names of all stages that code of this process has made,
+    in whichever step they are.
+    """
     return {*_stages}
 
 

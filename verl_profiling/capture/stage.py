@@ -52,7 +52,8 @@ class StageSource(Protocol):
 
 
 class Stage:
-    """A named part of a step. Without a recording, a stage costs less than ``contextlib.nullcontext()``.
+    """A named part of a step. Without a recording, a stage costs less than
+    ``contextlib.nullcontext()``.
 
     Args:
         source: Owner of the stage.
@@ -88,7 +89,10 @@ class Stage:
         self.__enter__()
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.__exit__(kind, error, trace)
 
@@ -100,7 +104,8 @@ class Stage:
         """
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
-                f"stage({self.name!r}) cannot decorate the generator function {function.__qualname__}: "
+                f"stage({self.name!r}) cannot decorate the generator function "
+                f"{function.__qualname__}: "
                 "write `with stage(...)` inside it"
             )
         if inspect.iscoroutinefunction(function):
@@ -114,7 +119,8 @@ class Stage:
 
         begin, end = Stage.__enter__, Stage.__exit__
 
-        # Not `with self`: torch.compile up to 2.13 enters no context manager that exists before the call.
+        # Not `with self`: torch.compile up to 2.13 enters no context manager that exists before the
+        # call.
         @functools.wraps(function)
         def sync_stage(*args: Any, **kwargs: Any) -> Any:
             begin(self)
@@ -135,8 +141,9 @@ class Stage:
 def replace_in_graphs(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
     """Let ``torch.compile`` trace another function in place of a function.
 
-    Dynamo reads this attribute (seen in torch 2.13 and 2.14), so nothing here has to import torch. A traced
-    stage reads no state: a graph is compiled once, whatever is recorded, as with ``record_function``.
+    Dynamo reads this attribute (seen in torch 2.13 and 2.14), so nothing here has to import torch.
+    A traced stage reads no state: a graph is compiled once, whatever is recorded, as with
+        ``record_function``.
     """
     original._torchdynamo_inline = replacement  # type: ignore[attr-defined]
 
@@ -169,7 +176,9 @@ def _begin_in_graph(stage: Stage) -> None:
     _log_dropped(stage.name)
 
 
-def _end_in_graph(stage: Stage, kind: object = None, error: object = None, trace: object = None) -> None:
+def _end_in_graph(
+    stage: Stage, kind: object = None, error: object = None, trace: object = None
+) -> None:
     pass
 
 
@@ -181,26 +190,34 @@ def _checked_name(name: object) -> str:
     """Return the name of a stage as plain text; refuse names that cannot be recorded."""
     if isinstance(name, str):
         if not name.strip():
-            raise ValueError(f'stage({str(name)!r}): the name is empty; write stage("update_actor")')
+            raise ValueError(
+                f'stage({str(name)!r}): the name is empty; write stage("update_actor")'
+            )
         try:
             return name.encode().decode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"stage({str(name)!r}): the name cannot be written as UTF-8") from error
+            raise ValueError(
+                f"stage({str(name)!r}): the name cannot be written as UTF-8"
+            ) from error
     if callable(name):
         function = getattr(name, "__name__", type(name).__name__)
         raise TypeError(
-            f'stage() was given {function} instead of a name; write @stage("{function}") above a function'
+            f'stage() was given {function} instead of a name; write @stage("{function}") '
+            "above a function"
         )
-    raise TypeError(f"stage() was given {type(name).__name__} instead of a name; a stage's name is text")
+    raise TypeError(
+        f"stage() was given {type(name).__name__} instead of a name; a stage's name is text"
+    )
 
 
 class OpenStage(Begun, eq=False, gc=False):
-    """A stage that has begun, in the nesting of its thread or task. ``end_ns`` is 0 until it has ended.
+    """A stage that has begun, in the nesting of its thread or task. ``end_ns`` is 0 until it has
+    ended.
 
-    ``parent`` is the enclosing stage, perhaps of another source: a loop and its worker may share a process.
-    ``sums`` receives outermost stages, and the stages inside a weight update. The garbage collector does not
-    track stages, so that thousands of them do not trigger it; :meth:`SpanLog.close` breaks the cycle of a log
-    and its stages.
+    ``parent`` is the enclosing stage, perhaps of another source: a loop and its worker may share a
+    process. ``sums`` receives outermost stages, and the stages inside a weight update. The garbage
+    collector does not track stages, so that thousands of them do not trigger it;
+    :meth:`SpanLog.close` breaks the cycle of a log and its stages.
     """
 
     log: SpanLog
@@ -247,8 +264,12 @@ class OpenStage(Begun, eq=False, gc=False):
                 log.long_stage_ended(stage)
 
 
-_innermost: ContextVar[OpenStage | None] = ContextVar("verl_profiling_innermost_stage", default=None)
-"""The stage that began last in this thread or task; after its end, the open stage is one of its parents."""
+_innermost: ContextVar[OpenStage | None] = ContextVar(
+    "verl_profiling_innermost_stage", default=None
+)
+"""The stage that began last in this thread or task; after its end,
+the open stage is one of its parents.
+"""
 
 
 @dataclass(eq=False, slots=True)
@@ -260,13 +281,14 @@ class SpanLog:
     Attributes:
         source: The owner of the stages. A stage may end in a later log of the same owner.
         sums: The watch's sums, which receive the outermost stages.
-        spans: The first ``MAX_SPANS`` stages of a capture, to bound the memory; ``None`` without a capture.
+        spans: The first ``MAX_SPANS`` stages of a capture, to bound the memory; ``None`` without a
+            capture.
         pauses: Pauses of the process during a capture; see :func:`record_pauses`.
         since_ns: Earliest begin of a stage in the capture; 0 for any.
         begin_mark: Called with the name when a stage begins, to show it in an artifact.
         end_mark: Called at the end of the stage with the value that ``begin_mark`` returned.
-        long_stage_ended: Called with each ended stage of at least ``LONG_NS``. For shorter stages, a system
-            call would cost more than the stage.
+        long_stage_ended: Called with each ended stage of at least ``LONG_NS``. For shorter stages,
+            a system call would cost more than the stage.
     """
 
     source: object
@@ -315,8 +337,8 @@ class SpanLog:
     def take_over(self, sums: StageSums, begin_ns: int) -> None:
         """Record the stages of other tasks and threads that are open as a capture begins.
 
-        For example, the rollout of an asynchronous loop began in the step before. Stages around the loop
-        itself are left out, because the stages inside them are the outermost ones of the step.
+        For example, the rollout of an asynchronous loop began in the step before. Stages around the
+        loop itself are left out, because the stages inside them are the outermost ones of the step.
 
         Args:
             sums: The watch's sums, which have the open stages.
@@ -384,7 +406,9 @@ class SpanLog:
         """Log and note the error of a tool once, so that user code does not see it."""
         self.begin_mark = self.end_mark = None
         problem = f"{type(error).__name__}: {error}"
-        self._marks_failed = f"a tool failed to mark a stage in its artifact, and marks no more: {problem}"
+        self._marks_failed = (
+            f"a tool failed to mark a stage in its artifact, and marks no more: {problem}"
+        )
         logger.error("%s", self._marks_failed)
 
     def stop_marking(self) -> None:
@@ -418,7 +442,9 @@ class SpanLog:
         return sorted(found, key=attrgetter("begin_ns", "depth"))
 
     def close(self) -> list[StageSpan]:
-        """Return all stages in order of their begin; open stages are failed here, and go on for the watch."""
+        """Return all stages in order of their begin; open stages are failed here,
+        and go on for the watch.
+        """
         spans, found = self.spans or (), self.so_far(open_fails=True)
         self.spans, self.long_stage_ended = [], None
         for stage in spans:
@@ -430,7 +456,10 @@ class SpanLog:
         """Return notes for the user on the stages."""
         notes = [self._marks_failed] if self._marks_failed else []
         if self._left_out:
-            text = f"{self._left_out} stages after the first {MAX_SPANS} were left out; is one in a hot loop?"
+            text = (
+                f"{self._left_out} stages after the first {MAX_SPANS} were left out; is "
+                "one in a hot loop?"
+            )
             notes.append(text)
         return notes
 
@@ -441,7 +470,8 @@ _collects_since_ns = 0
 
 
 def record_pauses(source: StageSource, log: SpanLog | None) -> None:
-    """Record pauses of Python's garbage collector of at least ``PAUSE_NS``, as long as any log records.
+    """Record pauses of Python's garbage collector of at least ``PAUSE_NS``, as long as any log
+    records.
 
     Args:
         source: An owner of stages.

@@ -1,8 +1,9 @@
 """The subcommands of ``verl-profiling``, one module each; :mod:`verl_profiling.cli` has their list.
 
-A module has ``configure(parser)``, which describes the command, and ``run(arguments)``, which runs it and
-returns the exit code. A module is imported only when its command is used, so that ``--help`` is quick and
-``merge`` loads no numerical library. This file has the exit codes, and describes and parses options.
+A module has ``configure(parser)``, which describes the command, and ``run(arguments)``, which runs
+it and returns the exit code. A module is imported only when its command is used, so that ``--help``
+is quick and ``merge`` loads no numerical library. This file has the exit codes, and describes and
+parses options.
 """
 
 from __future__ import annotations
@@ -60,8 +61,10 @@ def local_path(text: str) -> Path:
     """
     if is_url(text):
         raise argparse.ArgumentTypeError(
-            f"{text} is a URL, and the commands read folders: copy the step folder here first, e.g. with "
-            f"`python -c \"import fsspec; fs, path = fsspec.url_to_fs('{text}'); fs.get(path, 'copy', "
+            f"{text} is a URL, and the commands read folders: copy the step folder here "
+            "first, e.g. with "
+            f"`python -c \"import fsspec; fs, path = fsspec.url_to_fs('{text}'); "
+            "fs.get(path, 'copy', "
             'recursive=True)"`'
         )
     return Path(text)

@@ -16,9 +16,12 @@ from verl_profiling.units import visible
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add help and options of the command."""
     parser.description = (
-        "Reads every artifact of the manifests, to the last byte. Exits 1 when one is missing, empty, "
-        "truncated, unreadable or too large, when a step was left early or recorded no worker, and when "
-        "listed steps never came or could not be captured, or when the last step of the watch hangs."
+        "Reads every artifact of the manifests, to the last byte. Exits 1 when one is "
+        "missing, empty, "
+        "truncated, unreadable or too large, when a step was left early or recorded no "
+        "worker, and when "
+        "listed steps never came or could not be captured, or when the last step of the "
+        "watch hangs."
     )
     parser.epilog = "example: verl-profiling check outputs/run && echo complete"
     add_paths(parser)

@@ -14,12 +14,18 @@ from verl_profiling.units import visible
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add help and options of the command."""
     parser.description = (
-        "Moves the reports of the nsys tool into their step folders, and enters them into the manifests. "
-        "Exported reports (.sqlite) become traces, which merge and report read. Exits 1 when something is "
+        "Moves the reports of the nsys tool into their step folders, and enters them into "
+        "the manifests. "
+        "Exported reports (.sqlite) become traces, which merge and report read. Exits 1 when "
+        "something is "
         "missing: Nsight Systems writes the last reports when the worker's process ends."
     )
-    parser.epilog = "example: verl-profiling collect outputs/run --export && verl-profiling merge outputs/run"
-    parser.add_argument("path", type=local_path, metavar="PATH", help="run folder, or a step folder of it")
+    parser.epilog = (
+        "example: verl-profiling collect outputs/run --export && verl-profiling merge outputs/run"
+    )
+    parser.add_argument(
+        "path", type=local_path, metavar="PATH", help="run folder, or a step folder of it"
+    )
     option(parser, "--export", "export each report first (needs nsys)")
 
 

@@ -29,7 +29,8 @@ def add_paths(parser: argparse.ArgumentParser) -> None:
         type=local_path,
         nargs="+",
         metavar="PATH",
-        help="step folder, run folder, trace, or folder of traces; several traces or folders of them are one "
+        help="step folder, run folder, trace, or folder of traces; several traces or "
+        "folders of them are one "
         "capture",
     )
 
@@ -43,7 +44,8 @@ def add_communication(parser: argparse.ArgumentParser) -> None:
 def add_ray(parser: argparse.ArgumentParser) -> None:
     """Add the option ``--ray``."""
     help = (
-        "read each trace on the node of a Ray cluster that has it; without an address, in the cluster that "
+        "read each trace on the node of a Ray cluster that has it; without an address, in "
+        "the cluster that "
         "runs here"
     )
     option(parser, "--ray [ADDRESS]", help, const="auto")
@@ -133,10 +135,14 @@ def warn(problem: str) -> None:
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[object], None]]:
-    """Show a progress bar on standard error if it is a terminal; yield the function that advances it."""
+    """Show a progress bar on standard error if it is a terminal;
+    yield the function that advances it.
+    """
     console = Console(stderr=True)
     count = TextColumn("{task.completed}/{task.total}")
     columns = (TextColumn(what), BarColumn(), count, TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task)

@@ -26,18 +26,26 @@ from verl_profiling.units import duration, visible
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add help and options of the command."""
     parser.description = (
-        "Compares two steps, two runs or two report.json files: by stage, cause of idle time, worker and "
-        "kernel. With several steps on a side it compares medians; with several on both sides it shows the "
+        "Compares two steps, two runs or two report.json files: by stage, cause of idle "
+        "time, worker and "
+        "kernel. With several steps on a side it compares medians; with several on both "
+        "sides it shows the "
         "noise."
     )
     parser.epilog = "example: verl-profiling diff outputs/main outputs/branch --fail-above 5%"
     for side in ("before", "after"):
         parser.add_argument(
-            side, type=local_path, metavar=side.upper(), help="step folder, run folder or report.json"
+            side,
+            type=local_path,
+            metavar=side.upper(),
+            help="step folder, run folder or report.json",
         )
     add_communication(parser)
     option(parser, "--json", "print JSON")
-    help = "exit 1 if the step or a stage got slower by more than this share and by more than the known noise"
+    help = (
+        "exit 1 if the step or a stage got slower by more than this share and by more "
+        "than the known noise"
+    )
     option(parser, "--fail-above PERCENT", help, _share)
 
 
@@ -47,7 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     for side, other, path in ((before, after, arguments.before), (after, before, arguments.after)):
         if not (side.reports or (side.logged and other.logged)):
             raise TraceFormatError(path, how_to_capture(path))
-    diff = compare(before.reports, after.reports, (before.logged, after.logged), _explained(before, after))
+    diff = compare(
+        before.reports, after.reports, (before.logged, after.logged), _explained(before, after)
+    )
     if arguments.json:
         print(msgspec.json.encode(diff).decode())
     else:
@@ -61,9 +71,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verdict(diff: Diff, slower: list[Change], arguments: argparse.Namespace) -> str:
-    """Return a sentence with the slower stages, their changes, the largest cause, and the compared steps."""
+    """Return a sentence with the slower stages, their changes, the largest cause,
+    and the compared steps.
+    """
     named = ", ".join(map(_named, slower)) or "nothing"
-    causes = [c for c in diff.changes if c.kind in ("lost", "trajectory") and c.stands_out and c.change_s > 0]
+    causes = [
+        c
+        for c in diff.changes
+        if c.kind in ("lost", "trajectory") and c.stands_out and c.change_s > 0
+    ]
     if slower and causes:
         named += f"; most by {_named(max(causes, key=lambda cause: cause.change_s))}"
     limit = f"more than {100 * arguments.fail_above:.3g}% and {duration(LEAST_S)}"
@@ -83,7 +99,9 @@ class _Side(NamedTuple):
 
 
 def _side(path: Path, arguments: argparse.Namespace) -> _Side:
-    """Read one side. It has graphs if each of its steps has one, unlike plain traces and saved reports."""
+    """Read one side. It has graphs if each of its steps has one,
+    unlike plain traces and saved reports.
+    """
     if (saved := saved_report(path)) is not None:
         return _Side([saved], [], [], EXIT_OK)
     if is_uncaptured(path):
@@ -98,7 +116,8 @@ def _side(path: Path, arguments: argparse.Namespace) -> _Side:
 
 
 def _explained(before: _Side, after: _Side) -> dict[str, tuple[float, float]]:
-    """Return the part of the change (s) that each cause explains, and its noise (s); empty without graphs.
+    """Return the part of the change (s) that each cause explains, and its noise (s); empty without
+    graphs.
 
     An error becomes a warning.
     """

@@ -21,7 +21,8 @@ from verl_profiling.tools.devices import injected_cupti
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add help and options of the command."""
     parser.description = (
-        "Prints what this machine has (packages, accelerators, engines) and which tools can record on it."
+        "Prints what this machine has (packages, accelerators, engines) and "
+        "which tools can record on it."
     )
     parser.epilog = "example: verl-profiling doctor"
 
@@ -58,7 +59,9 @@ def examine_machine() -> list[Diagnosis]:
 
 def _system() -> Iterator[Diagnosis]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
-    state = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, {memory} GiB of memory"
+    state = (
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, {memory} GiB of memory"
+    )
     yield Diagnosis("machine", state)
     yield Diagnosis("python", platform.python_version())
 

@@ -1,9 +1,10 @@
 """``verl-profiling export``: the stages and trajectories of captured steps as OpenTelemetry spans.
 
 Names are those of the semantic conventions for generative AI, version 1.41.0
-(https://github.com/open-telemetry/semantic-conventions/tree/v1.41.0/docs/gen-ai): a trajectory is an
-``invoke_agent``, ``generate`` is a ``chat``, and a tool is an ``execute_tool``. Provider and model are not
-recorded, and so are absent. Ids are hashes of what they stand for, so a second export repeats them.
+(https://github.com/open-telemetry/semantic-conventions/tree/v1.41.0/docs/gen-ai): a trajectory is
+an ``invoke_agent``, ``generate`` is a ``chat``, and a tool is an ``execute_tool``. Provider and
+model are not recorded, and so are absent. Ids are hashes of what they stand for, so a second export
+repeats them.
 """
 
 from __future__ import annotations
@@ -56,16 +57,21 @@ _Part = tuple[_Key, _Key, str, int, int, _Facts, str, _Key]
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add help and options of the command."""
     parser.description = (
-        "Sends the stages and trajectories of captured steps as OpenTelemetry spans: a trace per step, and a "
+        "Sends the stages and trajectories of captured steps as OpenTelemetry spans: a trace "
+        "per step, and a "
         "trace per trajectory. A second export sends the same ids."
     )
-    parser.epilog = "example: verl-profiling export outputs/run --otlp http://localhost:4318/v1/traces"
+    parser.epilog = (
+        "example: verl-profiling export outputs/run --otlp http://localhost:4318/v1/traces"
+    )
     add_paths(parser)
     option(parser, "--otlp URL", "OTLP/HTTP endpoint for traces", required=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Send every step under the paths; end at the first batch that the endpoint does not take whole."""
+    """Send every step under the paths; end at the first batch
+    that the endpoint does not take whole.
+    """
     send = _endpoint(arguments.otlp)
     work = StepByStep(arguments.paths)
     with progress("sending", sum(1 + len(step.inputs.logs) for step in work.steps)) as advance:
@@ -75,7 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
                 taken, problem = send(batch)
                 sent += taken
                 if problem:
-                    work.problem(f"{arguments.otlp}: {sent:,} spans of {step.directory} were sent: {problem}")
+                    work.problem(
+                        f"{arguments.otlp}: {sent:,} spans of {step.directory} were sent: {problem}"
+                    )
                     return work.exit_code
             print(f"{step.directory}: {sent:,} spans sent")
     return work.exit_code
@@ -102,7 +110,9 @@ class _Answer:
 
     def rejected(self) -> tuple[int, str]:
         """Return the number of spans that the endpoint rejected, and its message."""
-        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+            ExportTraceServiceResponse,
+        )
 
         answer = ExportTraceServiceResponse()
         with suppress(Exception):  # a text that is no answer of the protocol
@@ -113,7 +123,11 @@ class _Answer:
         """Return status, target of a redirect, and first words of the answer."""
         response = self.response
         words = " ".join(self.body.decode(errors="replace").split())[:_LONGEST_WORDS]
-        parts = (f"{response.status_code} {response.reason}", response.headers.get("Location"), words)
+        parts = (
+            f"{response.status_code} {response.reason}",
+            response.headers.get("Location"),
+            words,
+        )
         return "the endpoint answered " + ": ".join(filter(None, parts))
 
 
@@ -156,7 +170,11 @@ def _endpoint(url: str) -> Callable[[Sequence[tuple[_Facts, _Part]]], tuple[int,
             context(key),
             context(parent) if parent else None,
             Resource({name: fact for name, fact in process.items() if fact is not None}),
-            {_NAMES.get(n, f"verl_profiling.{n}"): fact for n, fact in facts.items() if fact is not None},
+            {
+                _NAMES.get(n, f"verl_profiling.{n}"): fact
+                for n, fact in facts.items()
+                if fact is not None
+            },
             links=[trace.Link(context(link))] if link else [],
             kind=trace.SpanKind.CLIENT if name == "chat" else trace.SpanKind.INTERNAL,
             status=trace.Status(trace.StatusCode.ERROR, error) if error else trace.Status(),
@@ -175,7 +193,9 @@ def _endpoint(url: str) -> Callable[[Sequence[tuple[_Facts, _Part]]], tuple[int,
         if not 200 <= answers[-1].response.status_code < 300:
             return 0, answers[-1].sentence()
         rejected, message = answers[-1].rejected()
-        return max(len(spans) - rejected, 0), f"{rejected:,} were rejected: {message}" if rejected else ""
+        return max(
+            len(spans) - rejected, 0
+        ), f"{rejected:,} were rejected: {message}" if rejected else ""
 
     return send
 
@@ -184,11 +204,17 @@ def _hashed(key: _Key, size: int) -> int:
     return int.from_bytes(blake2b(repr(key).encode(), digest_size=size).digest(), "big")
 
 
-def _spans(step: CapturedStep, work: StepByStep, advance: Progress) -> Iterator[tuple[_Facts, _Part]]:
-    """Yield the spans of a captured step with the facts of their processes: stages, then trajectories."""
+def _spans(
+    step: CapturedStep, work: StepByStep, advance: Progress
+) -> Iterator[tuple[_Facts, _Part]]:
+    """Yield the spans of a captured step with the facts of their processes: stages,
+    then trajectories.
+    """
     manifest = step.manifest
     if manifest is None:
-        work.problem(f"{step.directory}: no manifest, so there are no stages and trajectories to send")
+        work.problem(
+            f"{step.directory}: no manifest, so there are no stages and trajectories to send"
+        )
         return
     whole = StepSpan(step=manifest.step, begin_ns=manifest.begin_ns, end_ns=manifest.end_ns)
     steps = manifest.step_spans or [whole]
@@ -242,15 +268,25 @@ def _stages(stages: Sequence[StageSpan], lane: str, root: Callable[[int], _Key])
 
 
 def _trajectories(
-    log: TrajectoryLog, offset_ns: int, requests: Mapping[str, list[Request]], root: Callable[[int], _Key]
+    log: TrajectoryLog,
+    offset_ns: int,
+    requests: Mapping[str, list[Request]],
+    root: Callable[[int], _Key],
 ) -> Iterator[_Part]:
-    """Yield trajectories as roots of traces, and spans below their trajectory, or below the step."""
+    """Yield trajectories as roots of traces, and spans below their trajectory,
+    or below the step.
+    """
     roots: dict[int, _Key] = {}
     for one in log.trajectories:
         begin_ns, end_ns = one.begin_ns - offset_ns, one.end_ns - offset_ns
         step = root(begin_ns)
         roots[one.id] = key = ((step, log.lane, one.id),)
-        facts: _Facts = {**one.facts, "group": one.group, "sample": one.sample, "status": one.status}
+        facts: _Facts = {
+            **one.facts,
+            "group": one.group,
+            "sample": one.sample,
+            "status": one.status,
+        }
         facts["operation"] = "invoke_agent"
         error = one.error or _FAILED if one.status == "failed" else ""
         yield key, (), "invoke_agent", begin_ns, end_ns, facts, error, step
@@ -261,12 +297,28 @@ def _trajectories(
         parent = keys.get(span.parent) or roots.get(span.trajectory) or root(times[span.id][0])
         keys[span.id] = (parent[0], log.lane, span.id)
         turns[span.trajectory] += span.name == _GENERATE
-        turn, request = turns[span.trajectory] if span.trajectory in roots else None, served.get(span.id)
+        turn, request = (
+            turns[span.trajectory] if span.trajectory in roots else None,
+            served.get(span.id),
+        )
         facts = {name: getattr(request, name, None) for name in _OF_REQUEST}
-        facts |= {**span.facts, "turn": turn, "open": span.open or None, "status": span.status or None}
+        facts |= {
+            **span.facts,
+            "turn": turn,
+            "open": span.open or None,
+            "status": span.status or None,
+        }
         name, tool = span.name, span.name.partition("tool:")[2]
         if span.name == _GENERATE:
             name = facts["operation"] = "chat"
         elif tool:
             name, facts["operation"], facts["tool"] = f"execute_tool {tool}", "execute_tool", tool
-        yield keys[span.id], parent, name, *times[span.id], facts, _FAILED if span.failed else "", ()
+        yield (
+            keys[span.id],
+            parent,
+            name,
+            *times[span.id],
+            facts,
+            _FAILED if span.failed else "",
+            (),
+        )

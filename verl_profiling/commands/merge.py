@@ -17,11 +17,15 @@ from verl_profiling.units import byte_size, listed, visible
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add help and options of the command."""
     parser.description = (
-        "Merges everything recorded for a step into STEP_DIR/timeline.json.gz: the controller's stages, the "
-        "workers and the rollout engines, on one clock. For a run folder, one timeline per step. Takes plain "
+        "Merges everything recorded for a step into STEP_DIR/timeline.json.gz: the "
+        "controller's stages, the "
+        "workers and the rollout engines, on one clock. For a run folder, one timeline per "
+        "step. Takes plain "
         "trace files and folders of them as well, sorted by step."
     )
-    parser.epilog = "example: verl-profiling merge outputs/run/step_000012 --stage rollout --min-us 5"
+    parser.epilog = (
+        "example: verl-profiling merge outputs/run/step_000012 --stage rollout --min-us 5"
+    )
     add_paths(parser)
     add_ray(parser)
     option(
@@ -30,11 +34,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "file to write (only for a single step), uncompressed if its name ends with .json",
         Path,
     )
-    option(parser, "--stage NAME", "keep only events during this stage of the loop; repeatable", many=True)
+    option(
+        parser,
+        "--stage NAME",
+        "keep only events during this stage of the loop; repeatable",
+        many=True,
+    )
     option(parser, "--ranks 0,8-15", "keep only these ranks of each role, e.g. 0,8-15")
     time = at_least_0("a time in microseconds such as 5")
     option(parser, "--min-us US", "leave out shorter events", time, default=0.0)
-    option(parser, "--max-bytes SIZE", "leave out the shortest events, up to this file size, e.g. 200M", size)
+    option(
+        parser,
+        "--max-bytes SIZE",
+        "leave out the shortest events, up to this file size, e.g. 200M",
+        size,
+    )
     help = "draw the critical path as the first process; takes as long as a report"
     option(parser, "--critical-path", help)
     option(parser, "-j --jobs JOBS", "processes to use (default: %(default)s)", count, default=2)
@@ -46,7 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output:
         if len(work.steps) > 1:
             titles = listed([step.inputs.title for step in work.steps])
-            raise ConfigError("--output", f"needs a single step, but there are {len(work.steps)}: {titles}")
+            raise ConfigError(
+                "--output", f"needs a single step, but there are {len(work.steps)}: {titles}"
+            )
         clear_leftovers(arguments.output.parent)
     traces = sum(len(step.inputs.sources) + len(step.inputs.logs) for step in work.steps)
     with progress("merging", traces) as advance:
@@ -56,7 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     return work.exit_code
 
 
-def _merge(step: CapturedStep, arguments: argparse.Namespace, advance: Progress, work: StepByStep) -> str:
+def _merge(
+    step: CapturedStep, arguments: argparse.Namespace, advance: Progress, work: StepByStep
+) -> str:
     """Merge one step; return the line to print."""
     result = step.merge(
         arguments.output,
@@ -70,7 +88,9 @@ def _merge(step: CapturedStep, arguments: argparse.Namespace, advance: Progress,
     )
     if arguments.max_bytes is not None and result.bytes > arguments.max_bytes:
         least = f"names and events of more than a second take {byte_size(result.bytes)}"
-        work.problem(f"{result.path}: larger than --max-bytes {byte_size(arguments.max_bytes)}: {least}")
+        work.problem(
+            f"{result.path}: larger than --max-bytes {byte_size(arguments.max_bytes)}: {least}"
+        )
     for problem in result.problems:
         work.problem(problem)
     for note in step.inputs.notes:

@@ -1,4 +1,6 @@
-"""``verl-profiling plan``: prints the steps, workers, stages and files that a configuration would capture."""
+"""``verl-profiling plan``: prints the steps, workers,
+stages and files that a configuration would capture.
+"""
 
 from __future__ import annotations
 
@@ -53,18 +55,24 @@ def run(arguments: argparse.Namespace) -> int:
     if warm_ups:
         print(f"  warm-up, discarded: {step_list(warm_ups)}")
     steps = arguments.steps
-    if never := [step for step in config.schedule.steps or () if steps is not None and step > steps]:
+    if never := [
+        step for step in config.schedule.steps or () if steps is not None and step > steps
+    ]:
         print(f"  never come in {steps} steps: {step_list(never)}")
     if config.limits.keep_last is not None:
         print(f"  kept on disk: the last {config.limits.keep_last}")
     trigger = config.watch.trigger
     if config.watch.enable and trigger is not None and (ratio := trigger.slow_stage) is not None:
-        each = (f"{noticed_from(ratio, by):.1f} times where it varies by {by:.0%}" for by in _SPREADS)
+        each = (
+            f"{noticed_from(ratio, by):.1f} times where it varies by {by:.0%}" for by in _SPREADS
+        )
         print(f"watch: a stage that becomes slow is noticed within 8 steps from {', '.join(each)}")
     for caution in config.cautions():
         print(f"caution: {caution}")
     for role in roles:
-        print(f"role {role.role}" if role.role else "every other role" if roles[1:] else "every role")
+        print(
+            f"role {role.role}" if role.role else "every other role" if roles[1:] else "every role"
+        )
         for line in _role_lines(role):
             print(f"  {line}")
     some = bool(captures) or config.schedule.steps == ()  # without steps, captures can be requested
@@ -74,8 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
 def load_config(path: Path) -> ProfilingConfig:
     """Read a configuration: YAML or JSON, or the ``run.json`` of a run.
 
-    The settings may be under a key ``profiling`` or ``config``. Hydra's ``defaults`` list is ignored;
-    missing settings get the package's defaults.
+    The settings may be under a key ``profiling`` or ``config``. Hydra's ``defaults`` list is
+    ignored; missing settings get the package's defaults.
 
     Raises:
         ConfigError: The file cannot be read, or the settings are wrong.
@@ -101,20 +109,26 @@ def _decode(path: Path) -> Any:
     return msgspec.json.decode(data) if path.suffix == ".json" else msgspec.yaml.decode(data)
 
 
-def _capture_lines(captures: Sequence[tuple[int, int]], steps: int | None, more: bool) -> Iterator[str]:
+def _capture_lines(
+    captures: Sequence[tuple[int, int]], steps: int | None, more: bool
+) -> Iterator[str]:
     for first, last in captures[:MOST_CAPTURES]:
         what = f"step {first}" if first == last else f"steps {first} to {last}"
         yield f"{what:<20}  {step_folder_name(first)}/"
     if more:
         yield "... and more" + ("; --steps N sets the last step" if steps is None else "")
     elif len(captures) > MOST_CAPTURES:
-        yield f"... {len(captures)} captures in all, the last in {step_folder_name(captures[-1][0])}/"
+        yield (
+            f"... {len(captures)} captures in all, the last in {step_folder_name(captures[-1][0])}/"
+        )
     if not captures:
         yield "none" + (f" up to step {steps}" if steps is not None else "")
 
 
 def _role_lines(role: RoleConfig) -> Iterator[str]:
-    """Yield lines on a role: mode, workers, stages and files, with their number where it is known."""
+    """Yield lines on a role: mode, workers, stages and files,
+    with their number where it is known.
+    """
     if not role.enable:
         yield "not captured"
         return
@@ -143,7 +157,9 @@ def _roles(config: ProfilingConfig) -> list[str]:
 
 def _workers(settings: RoleConfig) -> str:
     chosen = {"ranks": settings.ranks, **settings.coordinates, "replicas": settings.replicas}
-    given = [f"{name} {_numbers(numbers)}" for name, numbers in chosen.items() if numbers is not None]
+    given = [
+        f"{name} {_numbers(numbers)}" for name, numbers in chosen.items() if numbers is not None
+    ]
     return "; ".join(given) or "all"
 
 

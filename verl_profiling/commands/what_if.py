@@ -12,7 +12,13 @@ from rich.markup import escape
 
 from verl_profiling.analysis import CapturedStep
 from verl_profiling.commands import EXIT_FINDING, at_least_0, count, option
-from verl_profiling.commands.common import StepByStep, add_communication, add_paths, add_ray, progress
+from verl_profiling.commands.common import (
+    StepByStep,
+    add_communication,
+    add_paths,
+    add_ray,
+    progress,
+)
 from verl_profiling.errors import ConfigError
 from verl_profiling.predict.changes import Changes, factor_of
 from verl_profiling.predict.prediction import Prediction
@@ -28,19 +34,30 @@ _UUID = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f-]{22}\b")  # of a group
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add help and options of the command."""
     parser.description = (
-        "Prints the critical path of a step: the chain of work that made it as long as it was. With "
+        "Prints the critical path of a step: the chain of work that made it as long as it "
+        "was. With "
         "changes, prints the predicted step and its critical path."
     )
-    parser.epilog = "example: verl-profiling what-if outputs/run/step_000012 --scale update_actor=0.5"
+    parser.epilog = (
+        "example: verl-profiling what-if outputs/run/step_000012 --scale update_actor=0.5"
+    )
     add_paths(parser)
     add_communication(parser)
     add_ray(parser)
     help = (
-        "a stage, or kernels (e.g. kernel:*gemm*=0.5), take this part of their time; repeatable, like "
+        "a stage, or kernels (e.g. kernel:*gemm*=0.5), take this part of their time; "
+        "repeatable, like "
         "--balance and --tool"
     )
-    option(parser, "--scale STAGE=FACTOR", help, _named(at_least_0("a factor such as 0.5")), many=True)
-    option(parser, "--balance STAGE", "a stage takes the mean of its workers on each of them", many=True)
+    option(
+        parser, "--scale STAGE=FACTOR", help, _named(at_least_0("a factor such as 0.5")), many=True
+    )
+    option(
+        parser,
+        "--balance STAGE",
+        "a stage takes the mean of its workers on each of them",
+        many=True,
+    )
     help = "a rollout ends when this many of its trajectories, else requests, have ended"
     option(parser, "--no-tail PERCENT", help, _percent)
     help = "each call of a tool takes this time, or this factor of it: search=0.2s, search=0.5x"
@@ -80,7 +97,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(msgspec.json.encode(prediction).decode())
         else:
-            _print(visible(step.inputs.title), visible_text_of(prediction), fitting_console(Console()))
+            _print(
+                visible(step.inputs.title), visible_text_of(prediction), fitting_console(Console())
+            )
     return EXIT_FINDING if any(prediction.missing for _, prediction in found) else work.exit_code
 
 
@@ -125,18 +144,36 @@ def _print(title: str, found: Prediction, console: Console) -> None:
     rows = summed(found.path)
     largest = sorted(rows, key=lambda row: -row.duration_us)[:_ROWS]
     rest_us = sum(row.duration_us for row in found.path) - sum(row.duration_us for row in largest)
-    short = (msgspec.structs.replace(row, who=_UUID.sub(r"\1…", row.who)) for row in rows if row in largest)
-    note = f"and {duration(rest_us / 1e6)} in {len(rows) - _ROWS} others" if len(rows) > _ROWS else ""
+    short = (
+        msgspec.structs.replace(row, who=_UUID.sub(r"\1…", row.who))
+        for row in rows
+        if row in largest
+    )
+    note = (
+        f"and {duration(rest_us / 1e6)} in {len(rows) - _ROWS} others" if len(rows) > _ROWS else ""
+    )
     kinds = (msgspec.structs.replace(row, stage="", who="") for row in found.path if found.changes)
     slack = sorted((row for row in found.slack if row.slack_us), key=lambda row: -row.slack_us)
     for name, table, below in (
         ("Critical path", list(short), note),
-        ("Critical path by kind", sorted(summed(kinds), key=lambda row: -row.duration_us)[:_ROWS], ""),
-        ("Slack", slack[:_ROWS], f"{len(slack) - _ROWS:,} more: --json" if len(slack) > _ROWS else ""),
+        (
+            "Critical path by kind",
+            sorted(summed(kinds), key=lambda row: -row.duration_us)[:_ROWS],
+            "",
+        ),
+        (
+            "Slack",
+            slack[:_ROWS],
+            f"{len(slack) - _ROWS:,} more: --json" if len(slack) > _ROWS else "",
+        ),
         ("What would help", found.what_would_help[:_ROWS], ""),
     ):
         print_table(console, name, *cells(table), below)
-    for kind, sentences in (("missing", found.missing), ("assumed", found.assumed), ("note", found.notes)):
+    for kind, sentences in (
+        ("missing", found.missing),
+        ("assumed", found.assumed),
+        ("note", found.notes),
+    ):
         for sentence in sentences[:_SENTENCES]:
             console.print(f"[dim]{kind}: {escape(sentence)}[/dim]")
         if len(sentences) > _SENTENCES:

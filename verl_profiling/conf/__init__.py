@@ -1,1 +1,3 @@
-"""Hydra config group ``profiling``; our Hydra plugin puts it on the search path of every application."""
+"""Hydra config group ``profiling``; our Hydra plugin puts it on the search path
+of every application.
+"""

@@ -1,4 +1,6 @@
-"""Requests a capture of the next step, for the suspected workers, when the watch detects an anomaly."""
+"""Requests a capture of the next step, for the suspected workers,
+when the watch detects an anomaly.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from verl_profiling.watch.suspicion import Suspicion
 logger = logging.getLogger(__name__)
 
 READ_S = 10.0
-"""Minimum wait for torch's flight recorders before a capture (s): workers are read once a second at most."""
+"""Minimum wait for torch's flight recorders before a capture (s):
+workers are read once a second at most.
+"""
 
 _OF_A_STAGE = ("slow_stage", "leader")
 
@@ -33,12 +37,15 @@ class Anomalies:
     Args:
         options: The settings ``watch.trigger``.
         check: Raises ``ConfigError`` for a selection that this job cannot capture.
-        recorders: Torch's flight recorders, read if a stage became slow and no process was slower than the
-            others.
+        recorders: Torch's flight recorders, read if a stage became slow and no process was slower
+            than the others.
     """
 
     def __init__(
-        self, options: Anomaly, check: Callable[[CaptureSelection], None], recorders: RecorderReading
+        self,
+        options: Anomaly,
+        check: Callable[[CaptureSelection], None],
+        recorders: RecorderReading,
     ) -> None:
         self._options = options
         self._check = check
@@ -84,13 +91,17 @@ class Anomalies:
         # Of a batch, the first with suspects is captured.
         if noticed is None or self._waits or (found.suspects and not noticed.suspects):
             if noticed is not None and self._waits:
-                logger.warning("watch: it takes the place of the anomaly of step %s", noticed.noticed)
+                logger.warning(
+                    "watch: it takes the place of the anomaly of step %s", noticed.noticed
+                )
             self._noticed, self._waits = found, ""
             self._noticed_s, self._listened = time.monotonic(), 0
             self._uses = {use.lane: use for use in summary.processes}
 
     def step_begins(self, step: int) -> None:
-        """Record the begin of a step; called for every step, also inside a capture of several steps."""
+        """Record the begin of a step; called for every step,
+        also inside a capture of several steps.
+        """
         if step < self._begun:  # the loop restarted its step numbers
             self._coming = self._captured = None
         self._begun = step
@@ -107,14 +118,18 @@ class Anomalies:
             return None
         if not scheduled and (why := self._refusal(step)):
             if not self._waits:
-                logger.warning("watch: the anomaly of step %s is not captured yet: %s", noticed.noticed, why)
+                logger.warning(
+                    "watch: the anomaly of step %s is not captured yet: %s", noticed.noticed, why
+                )
             self._waits = why
             return None
         self._noticed, self._waits = None, ""
         self._coming = step
         self._requested = {step: noticed}
         return Decision(
-            StepRange(step, step), noticed.trigger(), None if scheduled else self._selection(noticed)
+            StepRange(step, step),
+            noticed.trigger(),
+            None if scheduled else self._selection(noticed),
         )
 
     def concluded(self, manifest: Manifest) -> None:
@@ -124,7 +139,9 @@ class Anomalies:
             self._made += 1
 
     def _compare(self, summary: StepSummary) -> None:
-        """End the cooldown if the captured step was as usual: the capture of a false alarm shows nothing."""
+        """End the cooldown if the captured step was as usual:
+        the capture of a false alarm shows nothing.
+        """
         noticed = self._requested.pop(summary.step, None)
         if noticed is not None and not noticed.lasts_in(summary):
             self._captured = None
@@ -142,14 +159,18 @@ class Anomalies:
             return f"the watch has requested {self._made} captures (watch.trigger.max_captures)"
         if self._captured is not None and step - self._captured <= options.cooldown:
             since = f"step {self._captured} was captured"
-            return f"{since}, and the watch pauses for {options.cooldown} steps (watch.trigger.cooldown)"
+            return (
+                f"{since}, and the watch pauses for {options.cooldown} steps "
+                "(watch.trigger.cooldown)"
+            )
         return ""
 
     def _selection(self, noticed: Suspicion) -> CaptureSelection | None:
         """Return the workers to capture, and their stage if the anomaly is in one stage.
 
-        The workers are the suspects and one peer; without suspects, all workers that ran the slow stage. A
-        slow rollout without suspects is captured as in the settings: agent loops or engines may be its cause.
+        The workers are the suspects and one peer; without suspects, all workers that ran the slow
+        stage. A slow rollout without suspects is captured as in the settings: agent loops or
+            engines may be its cause.
         """
         is_of_all = noticed.sign in ("slow_stage", "slow_span") and noticed.stage != ROLLOUT
         everyone = noticed.everyone if is_of_all else []
@@ -161,13 +182,16 @@ class Anomalies:
         engines = [use for use in uses if use.role == ROLLOUT_ROLE and use.replica is not None]
         window = [ROLLOUT] if engines else []  # whatever their own stage is called
         of_a_stage = (
-            noticed.sign in _OF_A_STAGE and bool(noticed.ran) and (noticed.stage == ROLLOUT or not engines)
+            noticed.sign in _OF_A_STAGE
+            and bool(noticed.ran)
+            and (noticed.stage == ROLLOUT or not engines)
         )
         selection = CaptureSelection(
             mode="discrete" if of_a_stage else "e2e",
             roles=tuple(dict.fromkeys(use.role for use in uses)),
             ranks=tuple(dict.fromkeys(use.rank for use in named if use not in engines)) or None,
-            replicas=tuple(dict.fromkeys(use.replica for use in named if use.replica is not None)) or None,
+            replicas=tuple(dict.fromkeys(use.replica for use in named if use.replica is not None))
+            or None,
             stages=tuple(dict.fromkeys([*noticed.ran, *window])) if of_a_stage else None,
         )
         try:

@@ -10,8 +10,8 @@
             on_step_end(metrics)
                                             # on_exception, if the loop raised; on_train_end
 
-Without a capture, a hook costs about a microsecond and calls no worker. Only the watch calls workers in every
-step.
+Without a capture, a hook costs about a microsecond and calls no worker. Only the watch calls
+workers in every step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ _callbacks: WeakSet[_Callback[Any]] = WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """Let callbacks do nothing in a forked child: the captures and the run are those of its parent."""
+    """Let callbacks do nothing in a forked child:
+    the captures and the run are those of its parent.
+    """
     for callback in _callbacks:
         controller = callback._controller
         if controller is not None and controller.begun:
@@ -81,19 +83,25 @@ class _Callback(Generic[Returned]):
 
     @abstractmethod
     def _call(
-        self, hook: Callable[[Controller, Any], Waits[None] | None], argument: Any, loop_raised: bool = False
+        self,
+        hook: Callable[[Controller, Any], Waits[None] | None],
+        argument: Any,
+        loop_raised: bool = False,
     ) -> Returned:
         """Call a hook of the controller, and run the blocking functions that the hook returns.
 
-        If ``loop_raised``, an exception of the training loop propagates, and no error here may replace it.
+        If ``loop_raised``, an exception of the training loop propagates, and no error here may
+        replace it.
         """
 
     def on_step_begin(self, step: int, policy_version: int | None = None) -> Returned:
-        """Begin a step; if it is captured, start all workers at once (in discrete mode, without tools).
+        """Begin a step; if it is captured, start all workers at once (in discrete mode, without
+        tools).
 
         Args:
             step: Number of the step, as the loop counts it.
-            policy_version: Version of the weights with which responses are generated, if the loop has one.
+            policy_version: Version of the weights with which responses are generated, if the loop
+                has one.
 
         Raises:
             TypeError: The step is not a whole number.
@@ -107,15 +115,17 @@ class _Callback(Generic[Returned]):
         return self._call(Controller.on_step_begin, (step, policy_version))
 
     def on_rollout_begin(self) -> Returned:
-        """Begin generation: open the stage ``rollout``; in discrete mode, rollout engines begin to record."""
+        """Begin generation: open the stage ``rollout``; in discrete mode,
+        rollout engines begin to record.
+        """
         return self._call(Controller.on_rollout_begin, False)
 
     def on_rollout_end(self, metrics: Mapping[str, Any] | None = None) -> Returned:
         """End generation.
 
         Args:
-            metrics: Numbers to keep with the step. Values that are no numbers are left out; numbers that
-                are not finite are listed in the manifest's notes.
+            metrics: Numbers to keep with the step. Values that are no numbers are left out; numbers
+                that are not finite are listed in the manifest's notes.
         """
         return self._call(Controller.on_rollout_end, metrics)
 
@@ -123,8 +133,8 @@ class _Callback(Generic[Returned]):
         """End a step: stop all workers, collect their results, and write the step folder.
 
         Args:
-            metrics: Numbers to keep with the step. Values that are no numbers are left out; numbers that
-                are not finite are listed in the manifest's notes.
+            metrics: Numbers to keep with the step. Values that are no numbers are left out; numbers
+                that are not finite are listed in the manifest's notes.
 
         Raises:
             ProfilingError: A capture failed, and the settings are strict.
@@ -134,7 +144,8 @@ class _Callback(Generic[Returned]):
     def on_exception(self, error: BaseException) -> Returned:
         """Close an open capture after the step raised, and keep its recordings.
 
-        This hook never raises, not even with strict settings, because the user has to see ``error``.
+        This hook never raises, not even with strict settings, because the user has to see
+        ``error``.
         """
         return self._call(Controller.on_exception, error, True)
 
@@ -142,16 +153,18 @@ class _Callback(Generic[Returned]):
         """Close an open capture, and wait for artifacts that are being compressed."""
         return self._call(Controller.on_train_end, TRAINING_ENDED)
 
-    def add_workers(self, role: str, workers: Any, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
+    def add_workers(
+        self, role: str, workers: Any, *, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
         """Add the workers of a role.
 
         They replace earlier workers of the role, e.g. after an actor has restarted.
 
         Args:
-            role: Role of the workers, e.g. ``actor``. A group may be added under several roles; each process
-                is called once.
-            workers: A verl worker group, a Ray actor handle, a local object, or an iterable of the latter two
-                in order of rank. Each worker has the methods of ``CaptureMixin``.
+            role: Role of the workers, e.g. ``actor``. A group may be added under several roles;
+                each process is called once.
+            workers: A verl worker group, a Ray actor handle, a local object, or an iterable of the
+                latter two in order of rank. Each worker has the methods of ``CaptureMixin``.
             loop: Event loop on which a local object's coroutines run.
 
         Raises:
@@ -186,7 +199,8 @@ class _Callback(Generic[Returned]):
             return self._stages.setdefault(made.name, made)
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add numbers that the loop computed after ``on_step_end``, if the step is in the last capture.
+        """Add numbers that the loop computed after ``on_step_end``, if the step is in the last
+        capture.
 
         Args:
             step: Number of the step.
@@ -223,7 +237,9 @@ class _Callback(Generic[Returned]):
             logger.error("%s: the capture could not be closed: %s", hook, in_a_line(second))
 
     def _guarded(self, hook: Callable[..., object], *arguments: Any) -> None:
-        """Call a hook of the controller that waits for nothing; log its errors, so that training goes on."""
+        """Call a hook of the controller that waits for nothing; log its errors,
+        so that training goes on.
+        """
         if self._controller is not None:
             try:
                 hook(self._controller, *arguments)
@@ -233,11 +249,14 @@ class _Callback(Generic[Returned]):
     def _failed(self, hook: str, error: Exception, loop_raised: bool = False) -> None:
         """Handle the exception of a hook: log it, or raise it if the settings are strict.
 
-        If ``loop_raised``, an exception of the training loop propagates, and this error must not replace it.
+        If ``loop_raised``, an exception of the training loop propagates, and this error must not
+        replace it.
         """
         if self.config.strict and not loop_raised:
             raise error
-        logger.error("%s: profiling failed, training goes on: %s: %s", hook, type(error).__name__, error)
+        logger.error(
+            "%s: profiling failed, training goes on: %s: %s", hook, type(error).__name__, error
+        )
         logger.debug("%s", hook, exc_info=error)
 
 
@@ -247,14 +266,16 @@ replace_in_graphs(_Callback.stage, lambda self, name: stage_in_graph(name))
 class ProfilingCallback(_Callback[None]):
     """Profiles a training loop that runs outside of an event loop.
 
-    ``with ProfilingCallback(config) as profiling:`` around the loop calls :meth:`on_train_begin` and
-    :meth:`on_train_end`, and :meth:`on_exception` if the loop raises. The loop's exception propagates
-    unchanged. After the end of the ``with`` block, the same callback may be entered again.
+    ``with ProfilingCallback(config) as profiling:`` around the loop calls :meth:`on_train_begin`
+    and
+    :meth:`on_train_end`, and :meth:`on_exception` if the loop raises. The loop's exception
+    propagates unchanged. After the end of the ``with`` block, the same callback may be entered
+    again.
 
     Args:
         config: The settings.
-        blocks_event_loop: Allow hooks on a thread with a running event loop, although hooks block. For loops
-            called by a coroutine.
+        blocks_event_loop: Allow hooks on a thread with a running event loop, although hooks block.
+            For loops called by a coroutine.
     """
 
     def __init__(
@@ -273,7 +294,10 @@ class ProfilingCallback(_Callback[None]):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """End training; recordings are kept after an exception."""
         try:
@@ -293,7 +317,10 @@ class ProfilingCallback(_Callback[None]):
             self._guarded(Controller.on_train_begin)
 
     def _call(
-        self, hook: Callable[[Controller, Any], Waits[None] | None], argument: Any, loop_raised: bool = False
+        self,
+        hook: Callable[[Controller, Any], Waits[None] | None],
+        argument: Any,
+        loop_raised: bool = False,
     ) -> None:
         controller = self._controller
         if controller is None:
@@ -314,7 +341,8 @@ class ProfilingCallback(_Callback[None]):
         if self._blocks_event_loop or asyncio._get_running_loop() is None:
             return
         raise CaptureStateError(
-            "ProfilingCallback: an event loop runs on this thread, and the hooks would block it; use "
+            "ProfilingCallback: an event loop runs on this thread, and the hooks would block "
+            "it; use "
             "AsyncProfilingCallback, or another thread, e.g. await asyncio.to_thread(trainer.train)"
         )
 
@@ -343,7 +371,10 @@ class AsyncProfilingCallback(_Callback[Coroutine[Any, Any, None]]):
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """See :meth:`ProfilingCallback.__exit__`."""
         try:
@@ -360,16 +391,17 @@ class AsyncProfilingCallback(_Callback[Coroutine[Any, Any, None]]):
         """See :meth:`ProfilingCallback.on_rollout_begin`.
 
         Args:
-            beside: Whether generation overlaps the steps. If so, this hook only starts the engines in
-                discrete mode, and the loop calls :meth:`on_generation` when a batch begins and ends.
+            beside: Whether generation overlaps the steps. If so, this hook only starts the engines
+                in discrete mode, and the loop calls :meth:`on_generation` when a batch begins and
+                ends.
         """
         return self._call(Controller.on_rollout_begin, beside)
 
     def on_generation(self, runs: bool) -> None:
         """Begin or end the stage ``rollout`` of generation that overlaps the steps.
 
-        Other stages of the loop do not nest inside this stage. In a capture, this stage ends with the last
-        step.
+        Other stages of the loop do not nest inside this stage. In a capture, this stage ends with
+        the last step.
 
         Args:
             runs: Whether a batch is being generated from now on.
@@ -384,9 +416,13 @@ class AsyncProfilingCallback(_Callback[Coroutine[Any, Any, None]]):
         self._guarded(Controller.on_step_over)
 
     async def _call(
-        self, hook: Callable[[Controller, Any], Waits[None] | None], argument: Any, loop_raised: bool = False
+        self,
+        hook: Callable[[Controller, Any], Waits[None] | None],
+        argument: Any,
+        loop_raised: bool = False,
     ) -> None:
-        """Call a hook on the caller's task; only the hook's blocking functions run on another thread.
+        """Call a hook on the caller's task; only the hook's blocking functions run on another
+        thread.
 
         A cancelled hook ends its work before it raises, so that no worker is busy in the next hook.
         """
@@ -403,7 +439,9 @@ class AsyncProfilingCallback(_Callback[Coroutine[Any, Any, None]]):
             raise cancelled[0]
 
 
-async def _do(waits: Iterable[Callable[[], object]], cancelled: list[asyncio.CancelledError]) -> None:
+async def _do(
+    waits: Iterable[Callable[[], object]], cancelled: list[asyncio.CancelledError]
+) -> None:
     """Run blocking functions on other threads; append cancellations meanwhile to ``cancelled``."""
     for wait in waits:
         done = asyncio.ensure_future(asyncio.to_thread(wait))

@@ -1,7 +1,8 @@
-"""Profiling in the training loop's process: decides on captures, calls the workers, and writes step folders.
+"""Profiling in the training loop's process: decides on captures, calls the workers, and writes step
+folders.
 
-Both callbacks use the hooks of this module, on the caller's thread. A hook yields its blocking functions, and
-the asynchronous callback runs them on another thread.
+Both callbacks use the hooks of this module, on the caller's thread. A hook yields its blocking
+functions, and the asynchronous callback runs them on another thread.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ EXIT_S = 20.0
 """Upper limit of each wait for workers at process exit, in seconds: supervisors kill after 30 s."""
 
 _PAUSES = 3
-"""Number of the loop's pauses around a written capture: its start, its stop and the write inside."""
+"""Number of the loop's pauses around a written capture: its start,
+its stop and the write inside.
+"""
 
 TRAINING_ENDED = "training ended inside it"
 
@@ -54,8 +57,8 @@ class Controller:
 
     Attributes:
         live: The open capture, or ``None``.
-        sink: Receiver of the controller's stages: the watch, and the log of a capture until the next step;
-            else ``None``.
+        sink: Receiver of the controller's stages: the watch, and the log of a capture until the
+            next step; else ``None``.
         watch: Summaries of every step; ``None`` if it is off.
         last: The last capture that was not a warm-up.
         run_notes: Notes of the loop that every manifest gets.
@@ -121,7 +124,8 @@ class Controller:
         """Begin generation, and start the rollout engines in discrete mode.
 
         Args:
-            beside: Whether generation overlaps the steps; :meth:`on_generation` then reports when it runs.
+            beside: Whether generation overlaps the steps; :meth:`on_generation` then reports when
+                it runs.
         """
         self._order.in_rollout = True
         if self.live is not None:
@@ -164,7 +168,9 @@ class Controller:
         if runs:
             is_in_step = self.live is not None and not self.live.step.end_ns
             if (sink := self.sink if is_in_step else self._watched_stages()) is not None:
-                self._rollout = Context().run(sink.begin, ROLLOUT)  # no stage of this task nests inside it
+                self._rollout = Context().run(
+                    sink.begin, ROLLOUT
+                )  # no stage of this task nests inside it
 
     def on_step_over(self) -> None:
         """Record the end of the step; :meth:`on_step_end` closes its capture later."""
@@ -234,16 +240,21 @@ class Controller:
             other._order.is_shared = other._order.in_step
         _running.add(self)
         schedule, last = self.config.schedule, self._last_step
-        if schedule.steps is None and last is not None and step > last:  # listed steps are logged at the end
+        if (
+            schedule.steps is None and last is not None and step > last
+        ):  # listed steps are logged at the end
             logger.warning(
-                "the loop begins with step %d, and the schedule ends with step %d (%s): nothing is captured; "
+                "the loop begins with step %d, and the schedule ends with step %d (%s): "
+                "nothing is captured; "
                 "steps count from the first start of a resumed run",
                 step,
                 last,
                 schedule.in_words(),
             )
 
-    def _begin_step(self, step: int, policy_version: int | None, decision: Decision | None) -> Waits[None]:
+    def _begin_step(
+        self, step: int, policy_version: int | None, decision: Decision | None
+    ) -> Waits[None]:
         live = self.live
         if live is not None and live.goes_on(step):
             live.go_on(step, policy_version)
@@ -251,7 +262,9 @@ class Controller:
             self._step_begins(live)
             return
         if live is not None:
-            logger.warning("step %d begins while step %d is being captured; closing it", step, live.step.step)
+            logger.warning(
+                "step %d begins while step %d is being captured; closing it", step, live.step.step
+            )
             yield from self.close(f"step {step} began before this one had ended")
             self._end_after()
         if decision is None:
@@ -331,7 +344,9 @@ class Controller:
     def _open(
         self, decision: Decision, step: int, version: int | None, outside: SpanLog
     ) -> Waits[OpenCapture | None]:
-        """Make the step folder, and open the capture; return ``None`` if this process is not captured."""
+        """Make the step folder, and open the capture;
+        return ``None`` if this process is not captured.
+        """
         policy_version, notes = whole_version(version)
         keep, selection = decision.step_range.action is Action.RECORD, decision.selection
         if not self.decisions.find_ranks():
@@ -356,7 +371,9 @@ class Controller:
             keep=keep,
             workers=max(1, workers * (ranks.world_size if ranks is not None else 1)),
             last=self._last_step is not None and decision.step_range.last >= self._last_step,
-            upload=Upload(url=f"{place.url}/{folder.name}", retry_s=place.retry_s) if place.url else None,
+            upload=Upload(url=f"{place.url}/{folder.name}", retry_s=place.retry_s)
+            if place.url
+            else None,
             selection=selection,
         )
         leads = keep and (ranks is None or ranks.leads)
@@ -426,10 +443,14 @@ class Controller:
                 self.decisions.concluded(manifest)
             self._hooks.ended(live.request.capture_id, lambda: not is_pending(folder, upload))
         except Exception as error:
-            self.decisions.refused(live.decision.trigger, f"the recordings could not be written: {error}")
+            self.decisions.refused(
+                live.decision.trigger, f"the recordings could not be written: {error}"
+            )
             self._closed()
             raise
-        except BaseException:  # Ctrl-C: it can come again before the end of training closes the capture
+        except (
+            BaseException
+        ):  # Ctrl-C: it can come again before the end of training closes the capture
             self._write_interrupted(live)
             raise
         self._closed()
@@ -480,10 +501,17 @@ class Controller:
     def _end_run(self) -> Waits[None]:
         run, most_s = self._run, self.roster.most_s
         record_pauses(self, None)
-        if place_of(self.config, self.roster.targets)[0] == 0:  # which steps of the schedule never came
+        if (
+            place_of(self.config, self.roster.targets)[0] == 0
+        ):  # which steps of the schedule never came
             never_came = self._order.train_ends(self.config.schedule, run.resumes)
             if ran := self._order.steps:
-                run.amend(first_step=ran[0], last_step=ran[1], end_ns=clock.now_ns(), never_came=never_came)
+                run.amend(
+                    first_step=ran[0],
+                    last_step=ran[1],
+                    end_ns=clock.now_ns(),
+                    never_came=never_came,
+                )
         yield partial(run.drain, min(self.config.timeouts.finish_s, most_s))
         self._hooks.train_ends()
         yield partial(self._hooks.background.drain, min(self._hooks.longest_s, most_s))

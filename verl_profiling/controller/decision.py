@@ -1,12 +1,14 @@
-"""Decides at the begin of a step on its capture: whether, requested by whom, and with which settings.
+"""Decides at the begin of a step on its capture: whether, requested by whom, and with which
+settings.
 
-The schedule, a person and the watch can request a capture; docs/watch.md has their priorities. In a loop
-with several ranks, rank 0 decides on requests some steps in advance and announces the captures. The other
-ranks check once a second. No rank waits: a rank that is already past the step counts as failed.
+The schedule, a person and the watch can request a capture; docs/watch.md has their priorities. In a
+loop with several ranks, rank 0 decides on requests some steps in advance and announces the
+captures. The other ranks check once a second. No rank waits: a rank that is already past the step
+counts as failed.
 
-A person's request is a file in ``requests/`` of the run's folder, or SIGUSR2. A local folder is read when a
-step begins; a folder behind a URL every 10 s, by a background thread. Files that cannot be read neither end
-nor delay the loop.
+A person's request is a file in ``requests/`` of the run's folder, or SIGUSR2. A local folder is
+read when a step begins; a folder behind a URL every 10 s, by a background thread. Files that cannot
+be read neither end nor delay the loop.
 
 :class:`LoopOrder` checks in every step the order in which the loop calls the hooks.
 """
@@ -40,7 +42,14 @@ from verl_profiling.capture_request import (
 )
 from verl_profiling.controller.anomalies import Anomalies
 from verl_profiling.controller.run import Run
-from verl_profiling.controller.spmd import PROBLEMS, Decision, Ranks, find_ranks, in_a_line, place_of
+from verl_profiling.controller.spmd import (
+    PROBLEMS,
+    Decision,
+    Ranks,
+    find_ranks,
+    in_a_line,
+    place_of,
+)
 from verl_profiling.controller.targets import Roster
 from verl_profiling.controller.watch import Watch
 from verl_profiling.errors import ConfigError
@@ -108,7 +117,9 @@ class Decisions:
             self._watch.log_into(run.path)
             self._requests.open(place)
         except OSError as error:
-            logger.warning("the run's folder takes no log of steps and no capture requests: %s", error)
+            logger.warning(
+                "the run's folder takes no log of steps and no capture requests: %s", error
+            )
         else:
             logger.info("request captures with verl-profiling trigger %s or SIGUSR2", place)
 
@@ -167,7 +178,9 @@ class Decisions:
         return Decision(found, trigger)
 
     def refused(self, trigger: Trigger, why: str) -> None:
-        """Report a refused capture to its requester: the limits leave no room, or the capture failed."""
+        """Report a refused capture to its requester: the limits leave no room,
+        or the capture failed.
+        """
         if self._requests is not None and trigger.request:
             self._requests.refuse(trigger.request, trigger.by, why)
 
@@ -177,7 +190,9 @@ class Decisions:
             self._anomalies.concluded(manifest)
 
     def _asked(self, step: int) -> Decision | None:
-        """Return the requested capture of a step, or ``None``; a person's request precedes the watch's."""
+        """Return the requested capture of a step, or ``None``;
+        a person's request precedes the watch's.
+        """
         scheduled = self._schedule.action(step) is Action.RECORD
         asked = self._requests.asks(step, scheduled) if self._requests is not None else None
         if asked is None and self._anomalies is not None:
@@ -185,22 +200,29 @@ class Decisions:
         return asked
 
     def _agree(self, ranks: Ranks, step: int) -> None:
-        """Announce requested captures of later steps (rank 0), or receive announcements (other ranks)."""
+        """Announce requested captures of later steps (rank 0),
+        or receive announcements (other ranks).
+        """
         if ranks.leads:
             self._look_ahead(ranks, step)
         self._agreed |= {decision.step_range.first: decision for decision in ranks.announced()}
         for missed in [one for one in self._agreed if one < step]:
             decision = self._agreed.pop(missed)
             if ranks.leads:
-                self.refused(decision.trigger, f"step {missed} never came, or was part of another capture")
+                self.refused(
+                    decision.trigger, f"step {missed} never came, or was part of another capture"
+                )
                 continue
             logger.warning(
-                "rank %d was past step %d when rank 0's capture request arrived; this rank is not captured",
+                "rank %d was past step %d when rank 0's capture request arrived; this rank "
+                "is not captured",
                 *(ranks.rank, missed),
             )
 
     def _look_ahead(self, ranks: Ranks, step: int) -> None:
-        """Decide on captures of later steps, early enough for the announcement to reach every rank."""
+        """Decide on captures of later steps, early enough for the announcement
+        to reach every rank.
+        """
         self._begun_s.append(time.monotonic())
         if self._step is None or step < self._step:  # the loop restarted its step numbers
             self._decided = step
@@ -209,7 +231,11 @@ class Decisions:
         usual_s = max(median(times_s or [_LEAD_S]), 0.001)
         last = step + _LEAST_STEPS + math.ceil(_LEAD_S / usual_s)
         for first in range(max(step + _LEAST_STEPS, self._decided + 1), last + 1):
-            if first > self._decided and first not in self._agreed and (decision := self._asked(first)):
+            if (
+                first > self._decided
+                and first not in self._agreed
+                and (decision := self._asked(first))
+            ):
                 try:
                     ranks.announce(decision)
                     self._agreed[first] = decision
@@ -226,7 +252,8 @@ class LoopOrder:
     Attributes:
         in_step: Whether a step has begun and not ended.
         in_rollout: Whether generation has begun and not ended.
-        is_shared: Whether another callback's loop began in this step; if the step then ends, both loops run.
+        is_shared: Whether another callback's loop began in this step; if the step then ends, both
+            loops run.
         steps: The first and the last step that the loop began; empty before the first one.
     """
 
@@ -241,17 +268,21 @@ class LoopOrder:
         self._said: set[str] = set()
 
     def step_begins(self, step: int, captured: bool) -> None:
-        """Record the begin of a step; warn if the last step has not ended, or the number does not rise."""
+        """Record the begin of a step; warn if the last step has not ended,
+        or the number does not rise.
+        """
         if self.in_step:
             self._say(
-                "step %d begins and step %s has not ended: call on_step_end() last in every step, or "
+                "step %d begins and step %s has not ended: call on_step_end() last in every "
+                "step, or "
                 "on_exception(error) where it raised",
                 *(step, self._newest),
             )
         if self._rises and self._newest is not None and step <= self._newest:
             self._rises = False
             logger.warning(
-                "step %d begins after step %d: pass on_step_begin(step) a number that rises over the whole "
+                "step %d begins after step %d: pass on_step_begin(step) a number that rises "
+                "over the whole "
                 "training, not over an epoch; the schedule chooses steps by it",
                 *(step, self._newest),
             )
@@ -265,12 +296,17 @@ class LoopOrder:
             self._captured.add(step)
 
     def step_ends(self) -> None:
-        """Record the end of a step; warn of one without a begin, and of one in which another loop began."""
+        """Record the end of a step; warn of one without a begin,
+        and of one in which another loop began.
+        """
         if not self.in_step:
-            self._say("on_step_end without on_step_begin: nothing ends; call on_step_begin(step) first")
+            self._say(
+                "on_step_end without on_step_begin: nothing ends; call on_step_begin(step) first"
+            )
         elif self.is_shared:
             self._say(
-                "two callbacks of this process are in a step at the same time, and a process is recorded by "
+                "two callbacks of this process are in a step at the same time, and a process "
+                "is recorded by "
                 "one: call the hooks of one callback only"
             )
         self.in_step = False
@@ -278,7 +314,8 @@ class LoopOrder:
     def rollout_without_begin(self) -> None:
         """Warn of the end of a rollout without a begin."""
         self._say(
-            "on_rollout_end without on_rollout_begin: the rollout has no begin and is in no timeline; "
+            "on_rollout_end without on_rollout_begin: the rollout has no begin and is in no "
+            "timeline; "
             "call on_rollout_begin() before generation"
         )
 
@@ -291,11 +328,13 @@ class LoopOrder:
 
         Args:
             schedule: The steps to capture.
-            resumes: Whether an earlier run of the same name may have run the steps before this run's first
-                step.
+            resumes: Whether an earlier run of the same name may have run the steps before this
+                run's first step.
         """
         if not self.steps:
-            self._say("training ends and on_step_begin(step) was never called: nothing was captured")
+            self._say(
+                "training ends and on_step_begin(step) was never called: nothing was captured"
+            )
             return []
         ran = "the loop ran from step {} to step {}".format(*self.steps)
         listed = [step for step in schedule.steps or () if step not in self._captured]
@@ -354,7 +393,10 @@ class Requests:
         """
         if is_url(run):
             self._thread = threading.Thread(
-                target=self._listen, args=(f"{run}/{REQUESTS}",), name="verl-profiling-requests", daemon=True
+                target=self._listen,
+                args=(f"{run}/{REQUESTS}",),
+                name="verl-profiling-requests",
+                daemon=True,
             )
             self._thread.start()
         else:
@@ -367,8 +409,8 @@ class Requests:
 
         Args:
             step: The step.
-            scheduled: Whether the schedule captures the step anyway; the request then joins the scheduled
-                capture.
+            scheduled: Whether the schedule captures the step anyway; the request then joins the
+                scheduled capture.
         """
         came = self._take_all()
         if not (came or self._pending):
@@ -396,7 +438,9 @@ class Requests:
         return Decision(StepRange(step, last), trigger, selection)
 
     def end(self, why: str) -> None:
-        """Refuse pending requests, and restore the default action of SIGUSR2, which ends the process."""
+        """Refuse pending requests, and restore the default action of SIGUSR2,
+        which ends the process.
+        """
         self._why = why  # for the thread, which may still read requests
         for demand in [*self._pending, *self._take_all()]:
             self.refuse(demand.id, demand.by, why)
@@ -417,14 +461,23 @@ class Requests:
     def _is_due(self, demand: Demand, scheduled: bool) -> bool:
         """Return whether this step can serve a request.
 
-        A request that overrides settings waits for an unscheduled step, unless every step is scheduled.
+        A request that overrides settings waits for an unscheduled step, unless every step is
+        scheduled.
         """
-        return not scheduled or demand.selection == CaptureSelection() or self._schedule.records_every_step
+        return (
+            not scheduled
+            or demand.selection == CaptureSelection()
+            or self._schedule.records_every_step
+        )
 
     def refuse(self, request: str, by: str, why: str) -> None:
-        """Refuse a request with all remaining steps, and write the reason into a file for the requester."""
+        """Refuse a request with all remaining steps,
+        and write the reason into a file for the requester.
+        """
         self._pending = [one for one in self._pending if one.id != request]
-        logger.warning("request %s of %s is refused: %s", request, visible(by) or "somebody", visible(why))
+        logger.warning(
+            "request %s of %s is refused: %s", request, visible(by) or "somebody", visible(why)
+        )
         if by == SIGNAL:
             return
         self._refusals.append((request, why))
@@ -444,7 +497,9 @@ class Requests:
         self._came.append(Demand(id=new_request_id(), by=SIGNAL))
 
     def _listen(self, url: str) -> None:
-        """Read requests from a folder behind a URL and write refusals there, until training ends."""
+        """Read requests from a folder behind a URL and write refusals there,
+        until training ends.
+        """
         ended = False
         while not ended:
             ended = self._ended.wait(LIST_S)
@@ -489,7 +544,9 @@ class Requests:
             try:
                 folder.create(f"{request}{REFUSED}", why.encode(errors="replace"))
             except Exception as error:
-                self._say(f"the refusal of a capture request cannot be written: {error}", once="answer")
+                self._say(
+                    f"the refusal of a capture request cannot be written: {error}", once="answer"
+                )
 
     def _say(self, text: str, once: str = "") -> None:
         if (once or text) not in self._said:
@@ -498,7 +555,9 @@ class Requests:
 
 
 def _replace_handler(expected: object, handler: _Handler | signal.Handlers) -> None:
-    """Replace the handler of SIGUSR2 if this is the main thread and the handler is the expected one."""
+    """Replace the handler of SIGUSR2 if this is the main thread
+    and the handler is the expected one.
+    """
     on_main_thread = threading.current_thread() is threading.main_thread()
     if on_main_thread and signal.getsignal(signal.SIGUSR2) == expected:
         signal.signal(signal.SIGUSR2, handler)

@@ -1,7 +1,8 @@
 """A step that hangs: nothing progresses anywhere for longer than the open stage usually takes.
 
-One thread of the loop's process looks while a step is open. Once the loop is quiet for too long, it asks all
-processes: by a call, and by its file in ``hangs/``, because a busy process answers no call.
+One thread of the loop's process looks while a step is open. Once the loop is quiet for too long, it
+asks all processes: by a call, and by its file in ``hangs/``, because a busy process answers no
+call.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from verl_profiling.opener import make_folder, read_small, remove_file
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.step_summary import Hang, RankUse, StepSummary
 from verl_profiling.units import duration
-from verl_profiling.watch.hangs import LOOP_FILE, HangReporter, ProcessState, culprit, in_background, silent
+from verl_profiling.watch.hangs import (
+    LOOP_FILE,
+    HangReporter,
+    ProcessState,
+    culprit,
+    in_background,
+    silent,
+)
 from verl_profiling.watch.sums import NO_LOOKS, StageSums, WatchQuestion, WatchReading
 
 logger = logging.getLogger(__name__)
@@ -69,7 +77,9 @@ class HangWatch:
                 self._thread = in_background(self._run)
 
     def end(self) -> None:
-        """End the threads, here and in workers; the one here logs that a hang of the last step is over."""
+        """End the threads, here and in workers;
+        the one here logs that a hang of the last step is over.
+        """
         self.ended.set()
         if (thread := self._thread) is not None:
             thread.join(_ANSWER_S)
@@ -102,7 +112,10 @@ class HangWatch:
 
     def _look(self, step: StepSummary) -> None:
         quiet_s, opened = self._quiet_s(step), self._reporter.stages()
-        begin_ns, stage = [(step.begin_ns, ""), *(one for one in opened if one[1] not in step.beside)][-1]
+        begin_ns, stage = [
+            (step.begin_ns, ""),
+            *(one for one in opened if one[1] not in step.beside),
+        ][-1]
         usual_s, open_s = self._usual_s(stage), (clock.now_ns() - begin_ns) / 1e9
         limit_s = self.loop.options.first_hang_s if usual_s is None else 3 * usual_s
         limit_s = max(self.loop.options.hang_s, limit_s)
@@ -111,7 +124,9 @@ class HangWatch:
             if open_s > limit_s and self._slow is not step:
                 self._slow = step
                 where, time = stage or "no stage", duration(open_s)
-                logger.info("watch: step %d is slow but not hung: %s in %s so far", step.step, time, where)
+                logger.info(
+                    "watch: step %d is slow but not hung: %s in %s so far", step.step, time, where
+                )
             return
         if quiet_s < limit_s or self._asked is step:
             return
@@ -131,7 +146,9 @@ class HangWatch:
 
     def _quiet_s(self, step: StepSummary) -> float:
         """Return for how long nothing has progressed, as far as the loop knows (s)."""
-        return (clock.now_ns() - max(step.begin_ns, self._reporter.last_ns(), self._elsewhere_ns)) / 1e9
+        return (
+            clock.now_ns() - max(step.begin_ns, self._reporter.last_ns(), self._elsewhere_ns)
+        ) / 1e9
 
     def _goes_on(self) -> None:
         """Remove the loop's file; if the step hung, log that it goes on."""
@@ -148,11 +165,17 @@ class HangWatch:
                 self.log(msgspec.structs.replace(step, hang=None))
 
     def _usual_s(self, stage: str) -> float | None:
-        """Return the median duration of a stage in 20 steps, or of these steps; ``None``: unknown."""
+        """Return the median duration of a stage in 20 steps, or of these steps;
+        ``None``: unknown.
+        """
         times = []
         for step in [step for step in [*self.loop.summaries] if step.hang is None][-20:]:
             runs = [[run for run in process.each_run() if run[0] == stage] for process in step.loop]
-            times += [sum(run[3] for run in one) / 1e9 for one in runs if one] if stage else [step.seconds]
+            times += (
+                [sum(run[3] for run in one) / 1e9 for one in runs if one]
+                if stage
+                else [step.seconds]
+            )
         return median(times) if times else None
 
     def _call(self, targets: Iterable[Target], reports: tuple[str, float]) -> list[Call]:
@@ -169,7 +192,10 @@ class HangWatch:
         asked_ns = path.stat().st_mtime_ns
         self.ended.wait(self._reports[1] + _ANSWER_S)
         found = self._states(calls, asked_ns)
-        return [own, *{state.lane: state for state in found if state.process != own.process}.values()]
+        return [
+            own,
+            *{state.lane: state for state in found if state.process != own.process}.values(),
+        ]
 
     def _states(self, calls: list[Call], asked_ns: int) -> Iterator[ProcessState]:
         """Yield the state of each other process, or its problem."""
@@ -179,7 +205,9 @@ class HangWatch:
                 state = msgspec.json.decode(read_small(path), type=ProcessState)
                 if state.asked_ns == asked_ns:
                     written[state.lane] = written[state.process] = state
-        seen = {state.process.clock_domain for state in written.values() if state.process is not None}
+        seen = {
+            state.process.clock_domain for state in written.values() if state.process is not None
+        }
         role, ranks = self.loop.who.role, {} if self.ranks is None else self.ranks.processes
         for rank, process in ranks.items():
             yield written.get(process) or silent(f"{role}_rank{rank}", role, process, seen)

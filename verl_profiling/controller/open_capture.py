@@ -1,4 +1,6 @@
-"""The open capture: calls to the workers, their replies, and the loop's own records of the captured steps."""
+"""The open capture: calls to the workers, their replies,
+and the loop's own records of the captured steps.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,8 @@ class OpenCapture:
         leads: Whether this process writes the manifest.
         steps: The begun steps; ``end_ns`` of the current step is 0.
         log: Receives the loop's stages in the steps.
-        outside: Receives the pauses for the start and the stop of the capture, and the loop's stages after
-            the steps.
+        outside: Receives the pauses for the start and the stop of the capture, and the loop's
+            stages after the steps.
         run_notes: Notes on the run for the user, in the manifest.
         notes: Notes on this capture.
         end_ns: Time of the capture's end (ns); 0 before.
@@ -83,7 +85,9 @@ class OpenCapture:
     _started: dict[Worker, StartReply | None] = field(default_factory=dict)
     _results: dict[Worker, CaptureResult] = field(default_factory=dict)
     _failures: dict[Worker, CaptureResult] = field(default_factory=dict)
-    _handshakes: dict[str, tuple[str, list[Handshake], list[Handshake]]] = field(default_factory=dict)
+    _handshakes: dict[str, tuple[str, list[Handshake], list[Handshake]]] = field(
+        default_factory=dict
+    )
 
     @property
     def step(self) -> StepSpan:
@@ -130,7 +134,13 @@ class OpenCapture:
         metrics: dict[str, float] = {}
         for step in self.steps:
             metrics |= step.metrics
-        notes = [*self.run_notes, *self.roster.notes, *self.notes, *self.log.notes(), *self.outside.notes()]
+        notes = [
+            *self.run_notes,
+            *self.roster.notes,
+            *self.notes,
+            *self.log.notes(),
+            *self.outside.notes(),
+        ]
         return Manifest(
             run_id=self.request.run_id,
             capture_id=self.request.capture_id,
@@ -198,7 +208,9 @@ class OpenCapture:
         yield from self.stop(ROLLOUT)
 
     def stop(self, stage: str | None = None) -> Waits[None]:
-        """Stop all started workers concurrently; with a stage, only workers that record nothing else."""
+        """Stop all started workers concurrently; with a stage,
+        only workers that record nothing else.
+        """
         stopping = [one for one in self._open if stage in (None, one[0].stage)]
         if not stopping:
             return
@@ -228,11 +240,15 @@ class OpenCapture:
         chosen = dict(reached.keys())
         for turn in range(HANDSHAKES if chosen else 0):
             again = {
-                target for domain, target in chosen.items() if turn * reached[domain, target] < HANDSHAKES
+                target
+                for domain, target in chosen.items()
+                if turn * reached[domain, target] < HANDSHAKES
             }
             if not again:
                 return
-            calls = self.roster.call(again, method, argument, timeout_s=self.roster.config.timeouts.start_s)
+            calls = self.roster.call(
+                again, method, argument, timeout_s=self.roster.config.timeouts.start_s
+            )
             yield partial(wait_for, calls)
             for call in calls:
                 self._take(call, noted=False)
@@ -250,10 +266,14 @@ class OpenCapture:
             logger.warning(
                 "step %d: %s is not captured: %s", request.step, call.worker.identity, reply.reason
             )
-            self._failures[call.worker] = self._lost(call.worker, request, reply.reason, status="skipped")
+            self._failures[call.worker] = self._lost(
+                call.worker, request, reply.reason, status="skipped"
+            )
 
     def _take_stop(self, call: Call, request: CaptureRequest) -> None:
-        """Keep the reply to ``stop_capture``; a worker that replies too late still writes its result file."""
+        """Keep the reply to ``stop_capture``; a worker
+        that replies too late still writes its result file.
+        """
         reply, started = self._take(call), self._started[call.worker]
         if not isinstance(reply, StopReply):
             self.roster.owing.add(call.target)
@@ -280,7 +300,9 @@ class OpenCapture:
                     self.roster.owing.add(call.target)
 
     def _take(self, call: Call, noted: bool = True) -> StartReply | StopReply | None:
-        """Return the reply to a call; keep its clock handshake and, if ``noted``, the call's times."""
+        """Return the reply to a call; keep its clock handshake and, if ``noted``,
+        the call's times.
+        """
         reply: StartReply | StopReply = call.reply()
         answered = isinstance(reply, StartReply | StopReply)
         if noted:
@@ -289,12 +311,16 @@ class OpenCapture:
         if not answered:
             return None
         identity = reply.identity if isinstance(reply, StartReply) else reply.result.identity
-        _, opening, closing = self._handshakes.setdefault(identity.clock_domain, (identity.host, [], []))
+        _, opening, closing = self._handshakes.setdefault(
+            identity.clock_domain, (identity.host, [], [])
+        )
         handshake = Handshake(call.sent_ns, reply.received_ns, reply.replied_ns, call.returned_ns)
         (opening if isinstance(reply, StartReply) else closing).append(handshake)
         return reply
 
-    def _fail(self, worker: Worker, request: CaptureRequest, reason: str, stopped: bool = True) -> None:
+    def _fail(
+        self, worker: Worker, request: CaptureRequest, reason: str, stopped: bool = True
+    ) -> None:
         """Record the failure of a worker.
 
         Unless the worker is ``stopped``, a delayed request may still start it.
@@ -310,7 +336,8 @@ class OpenCapture:
             twin = seen.setdefault(own.name, own)
             if (twin.host, twin.pid) != (own.host, own.pid):
                 self._note(
-                    f"two workers are called {twin.name} and overwrite each other: pass rank= to init_capture"
+                    f"two workers are called {twin.name} and overwrite each other: pass "
+                    "rank= to init_capture"
                 )
 
     def _note_idle_roles(self, calls: list[Call]) -> None:
@@ -319,14 +346,19 @@ class OpenCapture:
         for call in calls:
             started = self._started[call.worker]
             skipped = started is not None and started.status == "skipped"
-            reasons.setdefault(call.target.roles[0], []).append(started.reason if started and skipped else "")
+            reasons.setdefault(call.target.roles[0], []).append(
+                started.reason if started and skipped else ""
+            )
         for role, found in reasons.items():
             if set(found) == {"not selected"}:
                 self._note(
-                    f"the selection of ranks or replicas matches none of {len(found)} workers of role {role}"
+                    f"the selection of ranks or replicas matches none of {len(found)} "
+                    f"workers of role {role}"
                 )
             elif all(found):
-                self._note(f"no worker of role {role} is captured: {', '.join(dict.fromkeys(found))}")
+                self._note(
+                    f"no worker of role {role} is captured: {', '.join(dict.fromkeys(found))}"
+                )
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
@@ -345,7 +377,9 @@ class OpenCapture:
             for worker in target.workers:
                 started = self._started.get(worker)
                 if started is None or started.status in ("recording", "armed"):
-                    result = self._failures.get(worker) or self._lost(worker, self.request, NOT_WRITTEN)
+                    result = self._failures.get(worker) or self._lost(
+                        worker, self.request, NOT_WRITTEN
+                    )
                     found.setdefault(result.identity.name, result)
         return [*found.values(), *self.others()]
 
@@ -368,20 +402,26 @@ class OpenCapture:
         return list(found.values())
 
     def others(self) -> list[CaptureResult]:
-        """Return empty results for the other ranks of the loop, which write the real ones themselves."""
+        """Return empty results for the other ranks of the loop,
+        which write the real ones themselves.
+        """
         if self.ranks is None:
             return []
         [target, *_] = self.roster.driven(self.request.selection) or self.roster.targets
         model = self._lost(target.workers[0], self.request, NOT_WRITTEN, artifacts=[])
         return self.ranks.expected(model, self.request.selection)
 
-    def _lost(self, worker: Worker, request: CaptureRequest, reason: str, **fields: Any) -> CaptureResult:
+    def _lost(
+        self, worker: Worker, request: CaptureRequest, reason: str, **fields: Any
+    ) -> CaptureResult:
         role = self.roster.config.for_role(worker.target.roles[0], self.request.selection)
         process, artifacts = None, []
         if (started := self._started.get(worker)) is not None:
             process = started.process
             for one in started.expected:
-                one = msgspec.structs.replace(one, status="missing", step=request.step, reason=reason)
+                one = msgspec.structs.replace(
+                    one, status="missing", step=request.step, reason=reason
+                )
                 artifacts.append(one)
         fields = {"status": "failed", "artifacts": artifacts, **fields}
         roles = list(worker.target.roles)
@@ -405,4 +445,6 @@ def whole_version(policy_version: object) -> tuple[int | None, list[str]]:
     try:
         return None if policy_version is None else index(policy_version), []  # type: ignore[arg-type]
     except TypeError:
-        return None, [f"policy_version is a {type(policy_version).__name__}, not a whole number: left out"]
+        return None, [
+            f"policy_version is a {type(policy_version).__name__}, not a whole number: left out"
+        ]

@@ -1,7 +1,8 @@
-"""The step summaries that the ranks of a loop send to rank 0 through the store of ``torch.distributed``.
+"""The step summaries that the ranks of a loop send to rank 0 through the store of
+``torch.distributed``.
 
-Each rank measures with its own clock; a joined summary shifts the times so that all ranks begin together.
-Only threads of the watch use the store, so no training loop waits.
+Each rank measures with its own clock; a joined summary shifts the times so that all ranks begin
+together. Only threads of the watch use the store, so no training loop waits.
 """
 
 from __future__ import annotations
@@ -55,14 +56,18 @@ class RankSummaries:
         """Send summaries to rank 0; an empty list at the end of training."""
         rank, number = self._ranks.rank, self._messages[self._ranks.rank]
         try:
-            is_read = number < MOST_UNREAD or self._ranks.get(_key(rank, number - MOST_UNREAD)) is None
+            is_read = (
+                number < MOST_UNREAD or self._ranks.get(_key(rank, number - MOST_UNREAD)) is None
+            )
             if is_read or not summaries:
                 self._ranks.set(_key(rank, number), msgspec.msgpack.encode(summaries))
                 self._messages[rank] += 1
             self.collectives = self._ranks.get(_COLLECTIVES) == b"1"
         except PROBLEMS as error:
             if rank not in self._late and summaries:
-                logger.warning("watch: step summaries cannot be sent to rank 0: %s", in_a_line(error))
+                logger.warning(
+                    "watch: step summaries cannot be sent to rank 0: %s", in_a_line(error)
+                )
             self._late.add(rank)
 
     def ask_collectives(self, asked: bool) -> None:
@@ -75,7 +80,8 @@ class RankSummaries:
                 logger.debug("watch: the ranks are not asked for collectives: %s", in_a_line(error))
 
     def receive(self, steps: Sequence[StepSummary], left_s: Callable[[], float]) -> None:
-        """Wait for the summaries of all ranks; log each missing rank once until its summary arrives.
+        """Wait for the summaries of all ranks; log each missing rank once until its summary
+        arrives.
 
         Args:
             steps: The steps.
@@ -95,7 +101,8 @@ class RankSummaries:
         for rank in lacking:
             self._late.add(rank)
             logger.warning(
-                "watch: rank %d has sent no step summaries for %.1f s, and is missing in the summaries "
+                "watch: rank %d has sent no step summaries for %.1f s, and is missing in the "
+                "summaries "
                 "until then. Are the settings of watch the same there?",
                 *(rank, time.monotonic() - begun_s),
             )
@@ -113,7 +120,8 @@ class RankSummaries:
                 parts.append((one, summary.begin_ns - one.begin_ns))
         loop = [use for one, _ in parts for use in one.loop]
         workers = [use for one, _ in parts for use in one.workers]
-        # All ranks leave a collective at one time, so these are compared by the clock, before the shift.
+        # All ranks leave a collective at one time, so these are compared by the clock, before the
+        # shift.
         known = with_lateness(replace(summary, loop=loop, workers=workers))
         later = {use.lane: later_ns for one, later_ns in parts for use in (*one.loop, *one.workers)}
         return replace(known, loop=_later(known.loop, later), workers=_later(known.workers, later))
@@ -138,7 +146,9 @@ class RankSummaries:
                     self._ended.add(rank)
         except PROBLEMS as error:
             if rank not in self._late:
-                logger.warning("watch: the messages of rank %d cannot be read: %s", rank, in_a_line(error))
+                logger.warning(
+                    "watch: the messages of rank %d cannot be read: %s", rank, in_a_line(error)
+                )
             self._late.add(rank)
 
 

@@ -1,12 +1,13 @@
-"""The folder of a run: its claim, its ``run.json``, and its step folders, bounded by the settings ``limits``.
+"""The folder of a run: its claim, its ``run.json``, and its step folders, bounded by the settings
+``limits``.
 
-The process that creates ``run.json`` owns the folder, so two runs never share one. A crash leaves nothing to
-clean up. A resumed run is another run: it records into ``run_2``.
+The process that creates ``run.json`` owns the folder, so two runs never share one. A crash leaves
+nothing to clean up. A resumed run is another run: it records into ``run_2``.
 
 If ``save_path`` is a URL, files are staged in a local folder, and deleted there after the upload.
 
-A step folder is never removed if it has files that this run did not write. The folder is renamed before it is
-removed, so a crash leaves no half-removed folder under the step's name.
+A step folder is never removed if it has files that this run did not write. The folder is renamed
+before it is removed, so a crash leaves no half-removed folder under the step's name.
 """
 
 from __future__ import annotations
@@ -47,10 +48,14 @@ logger = logging.getLogger(__name__)
 
 _TRIES, _AGAIN_S = 5, 1.0
 _WRITE_S = 1.0
-"""Longest wait (s) of a hook for the disk. On a healthy one, files are on disk when the hook returns."""
+"""Longest wait (s) of a hook for the disk. On a healthy one,
+files are on disk when the hook returns.
+"""
 
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
-"""Errors that last. Others, as of a full disk or a lost connection, may be over at the first capture."""
+"""Errors that last. Others, as of a full disk or a lost connection,
+may be over at the first capture.
+"""
 
 _SHARE_OF_TIMEOUT = 0.8  # a claim that has no answer leaves time to record elsewhere
 _VERSIONS_OF = (
@@ -69,14 +74,15 @@ _VERSIONS_OF = (
 class Run:
     """A run: its folder, claimed at the first use, with ``run.json`` and the step folders.
 
-    Files are written in the background, as a slow disk must not hold up the loop. A file that cannot be
-    written is tried again; at the end, ``run.json`` names those that are not.
+    Files are written in the background, as a slow disk must not hold up the loop. A file that
+    cannot be written is tried again; at the end, ``run.json`` names those that are not.
 
     Args:
         config: The settings; ``save_path`` is the run's folder unless another run owns that folder.
 
     Attributes:
-        claimed: The run's folder, after this process has claimed it or received its path from rank 0.
+        claimed: The run's folder, after this process has claimed it or received its path from rank
+            0.
         info: Content of ``run.json``; ``None`` in processes that did not claim the folder.
         resumes: Whether an earlier run with the same ``run_id`` recorded there.
         background: Uploads files, and removes folders.
@@ -97,7 +103,9 @@ class Run:
         self._removed: list[str] = []
         self._not_captured: dict[int, str] = {}
         self._writer = BackgroundWork("files")
-        self._maker = BackgroundWork("steps")  # a new step does not wait for the files of the last one
+        self._maker = BackgroundWork(
+            "steps"
+        )  # a new step does not wait for the files of the last one
         self._unwritten: dict[Path, Callable[[], msgspec.Struct]] = {}
         self._given_up: dict[Path, Callable[[], msgspec.Struct]] = {}  # until the end of training
         self._problems: dict[str, str] = {}
@@ -137,7 +145,10 @@ class Run:
 
     def _publish(self, url: str, folder: Path | None) -> None:
         names = (RUN_NAME, OLDER_WATCH_LOG, WATCH_LOG)
-        wanted = [*(self.path / name for name in names), *([folder / MANIFEST_NAME] if folder else ())]
+        wanted = [
+            *(self.path / name for name in names),
+            *([folder / MANIFEST_NAME] if folder else ()),
+        ]
         for path in wanted:
             if path.exists():
                 self.background.submit(partial(self._put, path, url))
@@ -148,9 +159,13 @@ class Run:
         self._writer.submit(self._write_all)
 
     def _write_all(self) -> None:
-        """Write what is not written yet; a full disk or a lost connection often lasts only seconds."""
+        """Write what is not written yet; a full disk
+        or a lost connection often lasts only seconds.
+        """
         for _ in range(_TRIES):
-            written = [self._write(path, self._unwritten.pop(path)) for path in list(self._unwritten)]
+            written = [
+                self._write(path, self._unwritten.pop(path)) for path in list(self._unwritten)
+            ]
             if all(written):
                 return
             time.sleep(_AGAIN_S)
@@ -181,7 +196,9 @@ class Run:
         try:
             written_ns = path.stat().st_mtime_ns
             if self._sent.get(path) != written_ns:
-                RemoteFolder(url).put(path, path.relative_to(self.path).as_posix(), self.place.retry_s)
+                RemoteFolder(url).put(
+                    path, path.relative_to(self.path).as_posix(), self.place.retry_s
+                )
                 self._sent[path] = written_ns
             self._problems.pop(path.parent.name, None)
         except Exception as error:  # each file system raises errors of its own
@@ -200,7 +217,9 @@ class Run:
         written = self._writer.drain(timeout_s)
         if not self.background.drain(until_s - time.monotonic()) or not written:
             where = visible(self.place.url or str(self.path))
-            logger.error("%s: writes, uploads or removals were not done after %g s", where, timeout_s)
+            logger.error(
+                "%s: writes, uploads or removals were not done after %g s", where, timeout_s
+            )
         if self._problems:
             self.amend(failed=dict(self._problems))
             self._writer.drain(_WRITE_S)
@@ -213,7 +232,9 @@ class Run:
         for path, written_ns in list(self._sent.items()):  # a late upload may be added
             if path.exists() and path.stat().st_mtime_ns == written_ns:
                 remove_file(path)
-        if any(names for _, _, names in os.walk(self.path)):  # os.walk() skips folders that others remove
+        if any(
+            names for _, _, names in os.walk(self.path)
+        ):  # os.walk() skips folders that others remove
             logger.error(
                 "files of run %s wait in %s. To upload them: %s",
                 *(visible(self.place.url), self.path, copy_line(self.path, self.place.url)),
@@ -229,7 +250,9 @@ class Run:
     # Step folders.
 
     def share_run(self, ranks: Ranks, step: int) -> Waits[bool]:
-        """Publish the path of the run's folder on rank 0, else wait for it; return whether it is known."""
+        """Publish the path of the run's folder on rank 0, else wait for it;
+        return whether it is known.
+        """
         wait_s = self._config.timeouts.start_s
         if ranks.leads:
             ranks.publish(self.place)
@@ -238,8 +261,10 @@ class Run:
             self.claimed = ranks.place
             if self.claimed is None:
                 logger.error(
-                    "step %d: rank %d is not captured: rank 0 began no captured step within %g s; give it "
-                    "a callback with workers and the same settings, or let ranks record alone (spmd: false)",
+                    "step %d: rank %d is not captured: rank 0 began no captured step within "
+                    "%g s; give it "
+                    "a callback with workers and the same settings, or let ranks record "
+                    "alone (spmd: false)",
                     *(step, ranks.rank, wait_s),
                 )
         return self.claimed is not None
@@ -256,7 +281,9 @@ class Run:
             self._no_room = ""
         return why
 
-    def prepare(self, step: int, keep: bool, shared: bool, notes: list[str]) -> Waits[tuple[Path, str]]:
+    def prepare(
+        self, step: int, keep: bool, shared: bool, notes: list[str]
+    ) -> Waits[tuple[Path, str]]:
         """Make the folder of a step in the background, and wait for it.
 
         Args:
@@ -266,19 +293,25 @@ class Run:
             notes: Gets a note on refused steps when the limits leave room again.
 
         Returns:
-            The folder, which is the same on all ranks, and why the limits leave no room; empty if they do.
+            The folder, which is the same on all ranks, and why the limits leave no room; empty if
+            they do.
 
         Raises:
-            TimeoutError: It was not made in time, or the late folder of an earlier step is still being made.
+            TimeoutError: It was not made in time, or the late folder of an earlier step is still
+                being made.
         """
         if not self._maker.drain(0):
-            raise TimeoutError("the folder of an earlier step is still being made; is its disk slow?")
+            raise TimeoutError(
+                "the folder of an earlier step is still being made; is its disk slow?"
+            )
         prepared: Future[tuple[Path, str]] = Future()
         self._maker.submit(partial(self._prepare, prepared, step, keep, shared, notes))
         start_s = self._config.timeouts.start_s
         yield partial(self._maker.drain, start_s)  # without a further thread, the work is done here
         if prepared.cancel():
-            raise TimeoutError(f"the step's folder was not made within timeouts.start_s={start_s:g}")
+            raise TimeoutError(
+                f"the step's folder was not made within timeouts.start_s={start_s:g}"
+            )
         folder, why = prepared.result()
         if keep and not why:
             self._captured.append(folder.name)
@@ -286,7 +319,12 @@ class Run:
         return folder, why
 
     def _prepare(
-        self, prepared: Future[tuple[Path, str]], step: int, keep: bool, shared: bool, notes: list[str]
+        self,
+        prepared: Future[tuple[Path, str]],
+        step: int,
+        keep: bool,
+        shared: bool,
+        notes: list[str],
     ) -> None:
         """Make the folder of a step, and remove it if nobody waits for it any more."""
 
@@ -297,7 +335,9 @@ class Run:
         made = settle(Future(), make)
         if prepared.set_running_or_notify_cancel():
             settle(prepared, made.result)
-        elif keep and not shared and made.exception() is None:  # other ranks may record into a shared one
+        elif (
+            keep and not shared and made.exception() is None
+        ):  # other ranks may record into a shared one
             folder, why = made.result()
             if not why:
                 folder.rmdir()
@@ -325,7 +365,9 @@ class Run:
         return msgspec.structs.replace(manifest, workers=workers, notes=list(dict.fromkeys(notes)))
 
     def conclude(self, live: OpenCapture) -> Manifest:
-        """Write the final manifest of a capture, and remove step folders beyond ``limits.keep_last``."""
+        """Write the final manifest of a capture,
+        and remove step folders beyond ``limits.keep_last``.
+        """
         keep_last = self._config.limits.keep_last
         if keep_last is not None:
             self._writer.submit(partial(self._find_leaving, live, keep_last))
@@ -350,7 +392,9 @@ class Run:
         self._leaving = []
 
     def _find_leaving(self, live: OpenCapture, keep_last: int) -> None:
-        """Find older step folders to remove, with a note each; a folder with pending artifacts is kept."""
+        """Find older step folders to remove, with a note each;
+        a folder with pending artifacts is kept.
+        """
         self._stored.append(live.folder)
         for older in self._stored[:-keep_last]:
             note = f"{older.name} was removed: limits.keep_last={keep_last}"
@@ -359,7 +403,10 @@ class Run:
                 if _pending(manifest):
                     continue
                 if strangers := _strangers(older, manifest, self.place.run_id):
-                    note = f"{older.name} is kept beyond limits.keep_last: files of others ({strangers})"
+                    note = (
+                        f"{older.name} is kept beyond limits.keep_last: files of others "
+                        f"({strangers})"
+                    )
                 else:
                     self._leaving.append(older)
             except (OSError, TraceFormatError) as error:
@@ -370,15 +417,21 @@ class Run:
 
 
 def _located(folder: Path, results: list[CaptureResult], notes: list[str]) -> list[CaptureResult]:
-    """Return results with ``where`` set for artifacts on the disk of another host, and add a note."""
+    """Return results with ``where`` set for artifacts on the disk of another host,
+    and add a note.
+    """
     seen = {*os.listdir(folder)}  # noqa: PTH208 (the loop waits for it)
     hosts: dict[str, None] = {}
     workers = []
     for worker in results:
         artifacts = []
-        shares_disk = f"{worker.name}{RESULT_SUFFIX}" in seen  # a log may still be written in the background
+        shares_disk = (
+            f"{worker.name}{RESULT_SUFFIX}" in seen
+        )  # a log may still be written in the background
         for artifact in worker.artifacts:
-            is_here = shares_disk or artifact.path in seen or artifact.path.removesuffix(".gz") in seen
+            is_here = (
+                shares_disk or artifact.path in seen or artifact.path.removesuffix(".gz") in seen
+            )
             written = artifact.status in ("ok", "pending", "truncated") and not artifact.reason
             if written and not is_here and not artifact.where:
                 hosts[worker.identity.host] = None
@@ -387,7 +440,9 @@ def _located(folder: Path, results: list[CaptureResult], notes: list[str]) -> li
             artifacts.append(artifact)
         workers.append(msgspec.structs.replace(worker, artifacts=artifacts))
     if hosts:
-        notes.append(f"files of {', '.join(hosts)} are not visible on this host; read them with --ray")
+        notes.append(
+            f"files of {', '.join(hosts)} are not visible on this host; read them with --ray"
+        )
     return workers
 
 
@@ -396,7 +451,8 @@ def is_pending(folder: Path, upload: Upload | None = None) -> bool:
 
     Args:
         folder: The folder.
-        upload: The upload target of a staging folder; the last upload of a process is its result file.
+        upload: The upload target of a staging folder; the last upload of a process is its result
+            file.
     """
     try:
         manifest = read_manifest(folder)
@@ -426,16 +482,22 @@ def _strangers(folder: Path, manifest: Manifest, run_id: str) -> str:
     if manifest.run_id != run_id:
         return "its manifest"
     artifacts = [artifact for worker in manifest.workers for artifact in worker.artifacts]
-    names = ["manifest", *(worker.name for worker in manifest.workers), *(one.lane for one in artifacts)]
+    names = [
+        "manifest",
+        *(worker.name for worker in manifest.workers),
+        *(one.lane for one in artifacts),
+    ]
     begins = (*(f"{name}." for name in names), *(artifact.path for artifact in artifacts))
     found = [path.name for path in folder.iterdir()]
     return ", ".join(sorted(name for name in found if not name.lstrip(".").startswith(begins))[:3])
 
 
 def check_folder(config: ProfilingConfig) -> None:
-    """Try whether the folder of the settings can be made and written, where it is local; leave nothing.
+    """Try whether the folder of the settings can be made and written, where it is local; leave
+    nothing.
 
-    Ranks try at the same time. So each makes a folder of its own, in the deepest folder that exists.
+    Ranks try at the same time. So each makes a folder of its own, in the deepest folder that
+    exists.
 
     Raises:
         ConfigError: It is refused, and will be; or the staging folder of a URL is.
@@ -453,7 +515,9 @@ def check_folder(config: ProfilingConfig) -> None:
         problem = f"{config.save_path} cannot be written ({error.strerror})"
         if error.errno in _REFUSALS:
             raise ConfigError("save_path", f"{problem}; choose another folder") from error
-        logger.warning("save_path: %s; free its disk, or nothing is captured until it can be", problem)
+        logger.warning(
+            "save_path: %s; free its disk, or nothing is captured until it can be", problem
+        )
 
 
 def _check_staging(folder: Path) -> None:
@@ -467,7 +531,8 @@ def _check_staging(folder: Path) -> None:
 
 
 def _claimed(config: ProfilingConfig) -> tuple[RunPlace, RunInfo, bool]:
-    """Claim ``save_path``, or ``save_path/run_2``, ``run_3`` and so on if another run owns the folder.
+    """Claim ``save_path``, or ``save_path/run_2``, ``run_3`` and so on if another run owns the
+    folder.
 
     Returns:
         The folder, the content of its ``run.json``, and whether an earlier run has the same name.
@@ -508,12 +573,16 @@ def _claimed(config: ProfilingConfig) -> tuple[RunPlace, RunInfo, bool]:
 
 
 def _claim_remote(config: ProfilingConfig, info: RunInfo) -> tuple[str, bool]:
-    """Claim a folder behind a URL, with retries; without an answer in time, use a random subfolder."""
+    """Claim a folder behind a URL, with retries; without an answer in time,
+    use a random subfolder.
+    """
     from tenacity import Retrying, stop_after_delay, wait_exponential
 
     claimed: Future[tuple[str, bool]] = Future()
     retry_s = _SHARE_OF_TIMEOUT * config.timeouts.start_s
-    retrying = Retrying(stop=stop_after_delay(retry_s / 2), wait=wait_exponential(0.5, max=5), reraise=True)
+    retrying = Retrying(
+        stop=stop_after_delay(retry_s / 2), wait=wait_exponential(0.5, max=5), reraise=True
+    )
 
     def claim() -> None:
         problem: Exception | None = None
@@ -542,7 +611,9 @@ def _claim_remote(config: ProfilingConfig, info: RunInfo) -> tuple[str, bool]:
 
 
 def _claim(root: LocalFolder | RemoteFolder, info: RunInfo) -> tuple[str, bool]:
-    """Claim the first free folder; return its path or URL, and whether an earlier run has this name."""
+    """Claim the first free folder; return its path or URL,
+    and whether an earlier run has this name.
+    """
     owner, resumes = "", False
     data = json_of(info)
     number = 1
@@ -555,14 +626,18 @@ def _claim(root: LocalFolder | RemoteFolder, info: RunInfo) -> tuple[str, bool]:
             if resumes:
                 logger.info("run %s goes on in %s", info.run_id, visible(folder.url))
             elif owner:
-                logger.warning("%s; this run is recorded in %s", visible(owner), visible(folder.url))
+                logger.warning(
+                    "%s; this run is recorded in %s", visible(owner), visible(folder.url)
+                )
             return folder.url, resumes
         owner = owner or whose
         number += 1
 
 
 def _owner(folder: LocalFolder | RemoteFolder, run_id: str) -> tuple[str, bool]:
-    """Return a sentence on the owner of a folder, or ``""``; and whether the owner's name is ``run_id``."""
+    """Return a sentence on the owner of a folder, or ``""``;
+    and whether the owner's name is ``run_id``.
+    """
     names = folder.names()
     if RUN_NAME not in names:
         for name in names:
@@ -572,7 +647,10 @@ def _owner(folder: LocalFolder | RemoteFolder, run_id: str) -> tuple[str, bool]:
     try:
         info = msgspec.json.decode(folder.read(RUN_NAME), type=RunInfo)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return f"save_path {folder.url} belongs to a run with an unreadable run.json: {error}", False
+        return (
+            f"save_path {folder.url} belongs to a run with an unreadable run.json: {error}",
+            False,
+        )
     when = local_time(info.begin_ns)
     whose = f"save_path {folder.url} belongs to run {info.run_id}, started {when} by {info.process}"
     return whose, info.run_id == run_id

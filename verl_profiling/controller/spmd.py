@@ -1,9 +1,9 @@
 """SPMD loops: every rank runs the same program, with its own callback and its own result file.
 
-The ranks exchange messages through the default store of ``torch.distributed``, on a separate connection. Keys
-are ``run`` (the run's folder), ``requests`` (captures outside the schedule), ``watch`` (step summaries) and
-``clock`` (handshakes between hosts). A background thread reads the store. Only the first captured step waits
-for another rank: rank 0 publishes ``run``.
+The ranks exchange messages through the default store of ``torch.distributed``, on a separate
+connection. Keys are ``run`` (the run's folder), ``requests`` (captures outside the schedule),
+``watch`` (step summaries) and ``clock`` (handshakes between hosts). A background thread reads the
+store. Only the first captured step waits for another rank: rank 0 publishes ``run``.
 """
 
 from __future__ import annotations
@@ -107,9 +107,13 @@ class Ranks:
         self.ended = threading.Event()
         self._requests: list[Decision] = []
         self._sent = self._received = self._asked = 0
-        self._thread = threading.Thread(target=self._listen, name="verl-profiling-ranks", daemon=True)
+        self._thread = threading.Thread(
+            target=self._listen, name="verl-profiling-ranks", daemon=True
+        )
         self._thread.start()
-        logger.info("rank %d of %d: the callbacks of all ranks make common captures", rank, world_size)
+        logger.info(
+            "rank %d of %d: the callbacks of all ranks make common captures", rank, world_size
+        )
 
     @property
     def leads(self) -> bool:
@@ -167,10 +171,13 @@ class Ranks:
 
         amend = process_session().amend
         return stages, [
-            (worker.process == own and amend(worker.capture_id, amended)) or worker for worker in results
+            (worker.process == own and amend(worker.capture_id, amended)) or worker
+            for worker in results
         ]
 
-    def expected(self, model: CaptureResult, selection: CaptureSelection | None) -> list[CaptureResult]:
+    def expected(
+        self, model: CaptureResult, selection: CaptureSelection | None
+    ) -> list[CaptureResult]:
         """Return placeholder results for the other ranks, until their result files exist.
 
         Args:
@@ -188,7 +195,9 @@ class Ranks:
                 role=role, rank=rank, host=who.host, clock_domain=who.clock_domain, pid=who.pid
             )
             reason = f"rank {rank} has written no result"
-            found.append(msgspec.structs.replace(model, identity=identity, process=process, reason=reason))
+            found.append(
+                msgspec.structs.replace(model, identity=identity, process=process, reason=reason)
+            )
         return found
 
     def end(self) -> None:
@@ -226,7 +235,9 @@ class Ranks:
                 pause_s = _FIRST_LOOK_S if waits else _LOOK_S
         except PROBLEMS as error:
             if not self.ended.is_set():
-                logger.warning("rank %d: the other ranks cannot be reached: %s", self.rank, in_a_line(error))
+                logger.warning(
+                    "rank %d: the other ranks cannot be reached: %s", self.rank, in_a_line(error)
+                )
 
     def _look(self) -> None:
         if self.leads:
@@ -285,7 +296,9 @@ class Ranks:
 def measured_clock(
     host: str, domain: str, opening: list[Handshake], closing: list[Handshake], sign: int = 1
 ) -> HostClock:
-    """Return the clock offset of a host, from the best handshakes at the begin and the end of a capture."""
+    """Return the clock offset of a host, from the best handshakes at the begin and the end
+    of a capture.
+    """
     first, last = best_handshake(opening), best_handshake(closing or opening)
     return HostClock(
         host=host,
@@ -299,17 +312,20 @@ def measured_clock(
 
 
 def place_of(config: ProfilingConfig, targets: list[Target]) -> tuple[int, int]:
-    """Return rank and number of the callbacks that make common captures; ``(0, 1)`` for a single callback.
+    """Return rank and number of the callbacks that make common captures; ``(0, 1)`` for a single
+    callback.
 
-    The ranks of a job make common captures if all workers are local objects. A callback with Ray actors or
-    worker groups is on its own, unless ``spmd`` is true.
+    The ranks of a job make common captures if all workers are local objects. A callback with Ray
+    actors or worker groups is on its own, unless ``spmd`` is true.
     """
     together = config.spmd or (config.spmd is None and all(target.is_local for target in targets))
     return (together and process_rank()) or (0, 1)
 
 
 def knows_place(config: ProfilingConfig, targets: list[Target]) -> bool:
-    """Return whether :func:`place_of` is final: unless ``spmd`` is set, later workers can change it."""
+    """Return whether :func:`place_of` is final: unless ``spmd`` is set,
+    later workers can change it.
+    """
     return bool(targets) or config.spmd is not None or (process_rank() or (0, 1))[1] == 1
 
 
@@ -328,15 +344,19 @@ def find_ranks(config: ProfilingConfig, targets: list[Target]) -> tuple[Ranks | 
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None, (
-            f"rank {place[0]} of {place[1]} captures nothing: torch.distributed is not initialised; call "
-            "init_process_group() before the first captured step, or set spmd: false if each process is a "
+            f"rank {place[0]} of {place[1]} captures nothing: torch.distributed is not "
+            "initialised; call "
+            "init_process_group() before the first captured step, or set spmd: false if each "
+            "process is a "
             "loop of its own"
         )
     return Ranks(*place, distributed.distributed_c10d._get_default_store()), ""
 
 
 def in_a_line(error: BaseException) -> str:
-    """Return the type and first line of an error; errors of a store have stack frames in further lines."""
+    """Return the type and first line of an error;
+    errors of a store have stack frames in further lines.
+    """
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 

@@ -1,7 +1,7 @@
 """The workers of a callback: the selection that takes part in a capture, and the calls to them.
 
-All workers are called concurrently, with a common deadline. No call raises: a dead or hung worker, or one of
-a wrong type, gives a :class:`Call` without a reply.
+All workers are called concurrently, with a common deadline. No call raises: a dead or hung worker,
+or one of a wrong type, gives a :class:`Call` without a reply.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Worker:
     Attributes:
         target: The target that the worker belongs to.
         number: The worker's index in the role.
-        identity: Identity of the worker in its last reply; before the first reply, an identity made from the
-            target.
+        identity: Identity of the worker in its last reply; before the first reply, an identity made
+            from the target.
         last_call: Future of the last call; the worker is busy until the future is done.
     """
 
@@ -106,8 +106,14 @@ class Call:
         """Return in one line why there is no valid reply."""
         if not self.future.done():
             if not self.timeout_s:
-                return f"{self.method} was not waited for: the worker still owes the reply to an earlier call"
-            return f"{self.method} did not return within {self.timeout_s:g} s; is the worker hung or busy?"
+                return (
+                    f"{self.method} was not waited for: the worker still owes the reply "
+                    "to an earlier call"
+                )
+            return (
+                f"{self.method} did not return within {self.timeout_s:g} s; is the worker "
+                "hung or busy?"
+            )
         error = self.error
         if error is None:
             answer = type(self.future.result()).__name__
@@ -147,7 +153,9 @@ class Postponed(Future[Any]):
 
 
 def wait_for(calls: Iterable[Call]) -> None:
-    """Block until all calls have returned or the longest timeout is over. Coroutines run concurrently."""
+    """Block until all calls have returned or the longest timeout is over.
+    Coroutines run concurrently.
+    """
     timeout_s, awaited = 0.0, []
     by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Postponed, bool]]] = {}
     for call in calls:
@@ -170,7 +178,9 @@ def wait_for(calls: Iterable[Call]) -> None:
 
 
 async def _run(together: list[tuple[Postponed, bool]], deadline_s: float, late: str) -> None:
-    """Run coroutines until the deadline; unfinished ones continue when the caller's event loop runs again."""
+    """Run coroutines until the deadline; unfinished ones continue
+    when the caller's event loop runs again.
+    """
     tasks = [(asyncio.ensure_future(future.run()), is_awaited) for future, is_awaited in together]
     if awaited := [task for task, is_awaited in tasks if is_awaited]:
         await asyncio.wait(awaited, timeout=max(0.0, deadline_s - time.monotonic()))
@@ -237,9 +247,11 @@ def _to_actor(handle: Any, method: str, *arguments: Any) -> list[Future[Any]]:
 
 
 def _to_group(group: Any, has_actors: bool, method: str, *arguments: Any) -> list[Future[Any]]:
-    """Call a group by verl's ``execute_all_async(method, *args)``, which returns a reference per worker.
+    """Call a group by verl's ``execute_all_async(method, *args)``, which returns a reference per
+    worker.
 
-    A method of the group itself is called directly, because colocated workers use other names for methods.
+    A method of the group itself is called directly, because colocated workers use other names for
+    methods.
     """
     if has_actors:
         _check_in_cluster()
@@ -270,7 +282,9 @@ def _to_object(
     return [settle(Future(), call)]
 
 
-def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None = None) -> list[Target]:
+def make_targets(
+    role: str, workers: Any, loop: asyncio.AbstractEventLoop | None = None
+) -> list[Target]:
     """Return the targets for the workers that a user added.
 
     Args:
@@ -295,7 +309,8 @@ def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None
         if is_class or not hasattr(worker, "start_capture"):
             raise ConfigError(
                 "",
-                f"worker {index} of role {role!r} ({type(worker).__name__}) is no object or actor handle "
+                f"worker {index} of role {role!r} ({type(worker).__name__}) is no object or "
+                "actor handle "
                 "with start_capture; let its class inherit a mixin of verl_profiling.workers",
             )
         is_local = not _is_actor(worker)
@@ -307,7 +322,9 @@ def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None
 
 
 def _check_in_cluster() -> None:
-    """Refuse to call an actor after this process left its Ray cluster, as Ray would start another cluster."""
+    """Refuse to call an actor after this process left its Ray cluster,
+    as Ray would start another cluster.
+    """
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         raise RuntimeError("this process has left its Ray cluster")
@@ -326,7 +343,9 @@ def _process_of(identity: WorkerIdentity) -> tuple[str, str, int]:
 
 
 def _future_of(answer: Any) -> Future[Any]:
-    future: Future[Any] = answer.future() if hasattr(answer, "future") else settle(Future(), lambda: answer)
+    future: Future[Any] = (
+        answer.future() if hasattr(answer, "future") else settle(Future(), lambda: answer)
+    )
     return future
 
 
@@ -337,7 +356,8 @@ class Roster:
         config: The settings.
         targets: All targets that were added.
         notes: Warnings on the settings, e.g. on a selected role without workers.
-        owing: Targets that may still write files after a stop: artifacts are pending, or a reply is late.
+        owing: Targets that may still write files after a stop: artifacts are pending, or a reply is
+            late.
         most_s: Upper limit of all timeouts, in seconds.
     """
 
@@ -353,16 +373,19 @@ class Roster:
         self._marked: set[str] = set()  # stages in the captures
 
     def add(self, role: str, workers: Any, loop: asyncio.AbstractEventLoop | None) -> None:
-        """Register the workers of a role, and replace its earlier workers; known workers get a further role.
+        """Register the workers of a role, and replace its earlier workers; known workers get a
+        further role.
 
         Raises:
-            ConfigError: There are no workers, a worker has no capture methods, or two roles would have the
-                same file names.
+            ConfigError: There are no workers, a worker has no capture methods, or two roles would
+                have the same file names.
         """
         for other in self.roles:
             if other != role and safe_name(other) == safe_name(role):
                 raise ConfigError(
-                    "", f"roles {other!r} and {role!r} have files of the same names; rename one of them"
+                    "",
+                    f"roles {other!r} and {role!r} have files of the same names; rename one "
+                    "of them",
                 )
         added = make_targets(role, workers, loop)
         self._is_checked = False
@@ -372,7 +395,9 @@ class Roster:
                 target.roles.remove(role)
                 for worker in target.workers:
                     if not worker.identity.pid:  # it has not replied yet
-                        worker.identity = msgspec.structs.replace(worker.identity, role=target.roles[0])
+                        worker.identity = msgspec.structs.replace(
+                            worker.identity, role=target.roles[0]
+                        )
                 continue
             self.targets.remove(target)
         by_key = {target.key: target for target in self.targets}
@@ -387,13 +412,15 @@ class Roster:
         """The roles that have workers, each once."""
         return list(dict.fromkeys(role for target in self.targets for role in target.roles))
 
-    def driven(self, selection: CaptureSelection | None, windowed: bool | None = None) -> list[Target]:
+    def driven(
+        self, selection: CaptureSelection | None, windowed: bool | None = None
+    ) -> list[Target]:
         """Return the targets with at least one role enabled in a capture with this selection.
 
         Args:
             selection: The selection.
-            windowed: ``True`` for the targets that record only during rollouts (engines in discrete mode),
-                ``False`` for others.
+            windowed: ``True`` for the targets that record only during rollouts (engines in discrete
+                mode), ``False`` for others.
         """
         found = []
         for target in self.targets:
@@ -410,7 +437,8 @@ class Roster:
 
         Args:
             selection: The selection.
-            ranks: The number of ranks in a loop with several ranks, whose workers are in other processes too.
+            ranks: The number of ranks in a loop with several ranks, whose workers are in other
+                processes too.
 
         Raises:
             ConfigError: The workers cannot; the key of the error is a field of the selection.
@@ -418,8 +446,13 @@ class Roster:
         roles = self.roles
         for role in selection.roles or ():
             if role not in roles:
-                raise ConfigError("roles", f"no workers were added as {role!r}; {choices_hint(role, roles)}")
-        allowed = {*TOOLS, *(name for role in ("", *roles) for name in self.config.tool_names(role))}
+                raise ConfigError(
+                    "roles", f"no workers were added as {role!r}; {choices_hint(role, roles)}"
+                )
+        allowed = {
+            *TOOLS,
+            *(name for role in ("", *roles) for name in self.config.tool_names(role)),
+        }
         for tool in selection.tools or ():
             if tool not in allowed:
                 raise ConfigError("tools", f"unknown tool {tool!r}; {choices_hint(tool, allowed)}")
@@ -437,10 +470,14 @@ class Roster:
             count = ranks or max(present, default=-1) + 1
             if numbers and min(numbers) >= count:
                 have = f"0 to {count - 1}" if count else "none"
-                raise ConfigError(key, f"no worker has {', '.join(map(str, numbers))}; there are {have}")
+                raise ConfigError(
+                    key, f"no worker has {', '.join(map(str, numbers))}; there are {have}"
+                )
 
     def check_selection(self, capturing: bool) -> None:
-        """Warn of roles in the settings without workers; in a captured step, also if there are no workers."""
+        """Warn of roles in the settings without workers; in a captured step,
+        also if there are no workers.
+        """
         if self._is_checked:
             return
         roles = self.roles
@@ -452,7 +489,9 @@ class Roster:
         ):
             for role in named if roles else ():
                 if role not in roles:
-                    found.append(f"{key}: no workers were added as {role!r}; {choices_hint(role, roles)}")
+                    found.append(
+                        f"{key}: no workers were added as {role!r}; {choices_hint(role, roles)}"
+                    )
         found += self.config.cautions(any(target.is_rollout for target in self.targets))
         for text in found:
             if text not in self.notes:
@@ -482,8 +521,10 @@ class Roster:
             own = self.config.for_role(result.identity.role, selection)
             if result.mode != own.mode or not {*result.tools} <= {*own.tool_names}:
                 self._say(
-                    f"{result.name} recorded {result.mode} with {' and '.join(result.tools)}, and the "
-                    f"callback's settings for the role are {own.mode} with {' and '.join(own.tool_names)}",
+                    f"{result.name} recorded {result.mode} with "
+                    f"{' and '.join(result.tools)}, and the "
+                    f"callback's settings for the role are {own.mode} with "
+                    f"{' and '.join(own.tool_names)}",
                     "pass the same settings to init_capture",
                 )
 
@@ -494,7 +535,9 @@ class Roster:
         """
         workers = [worker for target in self.targets for worker in target.workers]
         processes = {
-            (role, _process_of(worker.identity)) for worker in workers for role in worker.target.roles
+            (role, _process_of(worker.identity))
+            for worker in workers
+            for role in worker.target.roles
         }
         for worker in workers:
             identity = worker.identity

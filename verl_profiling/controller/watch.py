@@ -1,7 +1,8 @@
-"""The watch in the process of the training loop: it summarizes every step from the stages of all processes.
+"""The watch in the process of the training loop: it summarizes every step from the stages of all
+processes.
 
-The loop's thread records the begin and end of steps. A background thread reads the workers' stages with a
-timeout, makes the summaries, and passes them to the detector and the log.
+The loop's thread records the begin and end of steps. A background thread reads the workers' stages
+with a timeout, makes the summaries, and passes them to the detector and the log.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ A loop of short steps ends hundreds of them before the watch's thread gets the i
 """
 
 LEAST_PAUSE_S = 1.0
-"""Time (s) after which the workers are read, even if fewer steps than ``watch.every`` have ended."""
+"""Time (s) after which the workers are read,
+even if fewer steps than ``watch.every`` have ended.
+"""
 
 _Uses = dict[ProcessId, tuple[WorkerIdentity, list[RankUse | None]]]
 """The replies of processes: the worker, and its stages in each step."""
@@ -69,8 +72,8 @@ class Watch:
         who: The process that runs the loop.
         sums: The stages of the loop's process, in every step.
         summaries: The summaries of the last steps.
-        listeners: Called with every summary on the watch's thread, once all workers have replied or the
-            timeout is over.
+        listeners: Called with every summary on the watch's thread, once all workers have replied or
+            the timeout is over.
         recorders: Whether torch's flight recorders are read.
         step: The current step of the loop; ``None`` between steps.
         beside: Stages of the loop that overlap the steps, such as generation in the background.
@@ -101,7 +104,8 @@ class Watch:
         self._failed: set[int] = set()
 
     def begin_with(self, ranks: Ranks, own: WorkerIdentity) -> None:
-        """Set up the watch of one rank of several: the loop and the workers of this process are one lane.
+        """Set up the watch of one rank of several: the loop and the workers of this process are one
+        lane.
 
         Args:
             ranks: The ranks.
@@ -153,7 +157,9 @@ class Watch:
         if step is None:
             return
         step.end_ns, step.beside = clock.now_ns(), self.beside
-        self._left_out += len(self._ended) == self._ended.maxlen  # the loop is faster than its watch
+        self._left_out += (
+            len(self._ended) == self._ended.maxlen
+        )  # the loop is faster than its watch
         self._ended.append(step)
         is_due = len(self._ended) >= self._most_ended or time.monotonic() >= self._next_s
         if is_due and not step.captured:
@@ -181,7 +187,9 @@ class Watch:
         with self._lock:
             self._is_due = True
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="verl-profiling-watch", daemon=True)
+                thread = threading.Thread(
+                    target=self._run, name="verl-profiling-watch", daemon=True
+                )
                 with suppress(RuntimeError):  # at exit
                     thread.start()
                     self._thread = thread
@@ -197,7 +205,8 @@ class Watch:
             left_out, self._left_out = self._left_out, 0
             if left_out:
                 logger.warning(
-                    "watch: %d steps before step %d have no summary: steps ended faster than they were read",
+                    "watch: %d steps before step %d have no summary: steps ended faster "
+                    "than they were read",
                     left_out,
                     steps[0].step,
                 )
@@ -217,7 +226,9 @@ class Watch:
 
         times = [(step.begin_ns, step.end_ns) for step in steps]
         requested = ranks is not None and ranks.collectives
-        own = self.sums.of_steps(self.who, times, collectives=requested)  # before a worker that shares them
+        own = self.sums.of_steps(
+            self.who, times, collectives=requested
+        )  # before a worker that shares them
         reads_recorders = ranks is None and self.recorders.due
         if asked := [step for step in steps if self.options.every or step.captured]:
             self._workers.read(asked, reads_recorders, left_s)
@@ -252,7 +263,9 @@ class Watch:
     def _say_once(self, what: int, step: int, error: Exception) -> None:
         if what not in self._failed:
             self._failed.add(what)
-            logger.error("watch: step %d: %s: %s", step, type(error).__name__, error, exc_info=error)
+            logger.error(
+                "watch: step %d: %s: %s", step, type(error).__name__, error, exc_info=error
+            )
 
 
 class WatchedWorkers:
@@ -272,7 +285,9 @@ class WatchedWorkers:
         self._said: set[Worker] = set()
         self._handshakes: dict[str, deque[Handshake]] = {}
 
-    def read(self, steps: Sequence[StepSummary], collectives: bool, left_s: Callable[[], float]) -> None:
+    def read(
+        self, steps: Sequence[StepSummary], collectives: bool, left_s: Callable[[], float]
+    ) -> None:
         """Read all workers into the steps; log late workers once, and leave them out.
 
         Args:
@@ -294,7 +309,9 @@ class WatchedWorkers:
             to_call = {call.target for call in calls if not self._take(call, times, uses)}
             if any(call.error is not None and call.target in to_call for call in calls):
                 time.sleep(_RESTART_PAUSE_S)
-        ordered = sorted(uses.values(), key=lambda use: (use[0].role, use[0].rank, use[0].replica or 0))
+        ordered = sorted(
+            uses.values(), key=lambda use: (use[0].role, use[0].rank, use[0].replica or 0)
+        )
         for at, step in enumerate(steps):
             step.workers = [use for _, found in ordered if (use := found[at]) is not None]
 
@@ -308,14 +325,21 @@ class WatchedWorkers:
         late = [call for call in calls if not call.future.done()]
         for call in late:
             waited_s = (clock.now_ns() - call.sent_ns) / 1e9
-            self._say(call, f"has not replied to read_watch for {waited_s:.1f} s; read again after the reply")
+            self._say(
+                call,
+                f"has not replied to read_watch for {waited_s:.1f} s; read again after the reply",
+            )
         self._late += late
 
     def _take(self, call: Call, times: Sequence[object], uses: _Uses) -> bool:
-        """Add a reply, if any; return ``False`` if the worker restarts, or its clock offset was unknown."""
+        """Add a reply, if any; return ``False`` if the worker restarts,
+        or its clock offset was unknown.
+        """
         reading = call.reply()
         if not isinstance(reading, WatchReading):
-            if call.error is not None and "ActorUnavailableError" in call.problem():  # Ray restarts it
+            if (
+                call.error is not None and "ActorUnavailableError" in call.problem()
+            ):  # Ray restarts it
                 return False
             if reading is not None or call.error is not None:
                 self._say(call, f"is not read: {call.problem()}")
@@ -339,7 +363,9 @@ class WatchedWorkers:
     def _measure(self, call: Call, reading: WatchReading) -> None:
         domain = reading.identity.clock_domain
         if domain != clock.domain():
-            handshake = Handshake(call.sent_ns, reading.received_ns, reading.replied_ns, call.returned_ns)
+            handshake = Handshake(
+                call.sent_ns, reading.received_ns, reading.replied_ns, call.returned_ns
+            )
             self._handshakes.setdefault(domain, deque(maxlen=_HANDSHAKES)).append(handshake)
 
     def _say(self, call: Call, what: str) -> None:

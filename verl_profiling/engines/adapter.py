@@ -1,7 +1,8 @@
-"""The interface of an engine adapter: all code for the API and versions of one engine is in its adapter.
+"""The interface of an engine adapter: all code for the API and versions of one engine is in its
+adapter.
 
-On an Ascend NPU, the processes of an engine record with torch_npu, which writes a folder per rank. The engine
-sets most options of torch_npu; docs/engines.md lists the options that remain.
+On an Ascend NPU, the processes of an engine record with torch_npu, which writes a folder per rank.
+The engine sets most options of torch_npu; docs/engines.md lists the options that remain.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class EngineAdapter(ABC):
         """Open the recording window.
 
         Raises:
-            Exception: The exception of the engine, e.g. because its profiler is on already. The engine may
-                record all the same, or begin to later.
+            Exception: The exception of the engine, e.g. because its profiler is on already. The
+                engine may record all the same, or begin to later.
         """
 
     @abstractmethod
@@ -100,15 +101,21 @@ class EngineAdapter(ABC):
 
     @abstractmethod
     def identify(self, path: Path) -> int | None:
-        """Return the rank in the replica that wrote a file or folder of the spool; ``None`` for no trace."""
+        """Return the rank in the replica that wrote a file or folder of the spool;
+        ``None`` for no trace.
+        """
 
     def remove_spool(self) -> None:
-        """Remove the spool with all its files, unless it is a user's folder (see :func:`new_spool`)."""
+        """Remove the spool with all its files,
+        unless it is a user's folder (see :func:`new_spool`).
+        """
         if self.spool.parent.name == SPOOL_PARENT:
             remove_folder(self.spool)
 
     def died(self) -> str:
-        """Return how the engine's processes ended, if this process can detect that; empty while they live."""
+        """Return how the engine's processes ended, if this process can detect that;
+        empty while they live.
+        """
         return ""
 
 
@@ -134,7 +141,8 @@ def engine_tool(role: RoleConfig, engine: str) -> EngineTool | None:
         engine: Name of the engine.
 
     Raises:
-        ConfigError: The engine does not support the tool or one of its options, or there are two tools.
+        ConfigError: The engine does not support the tool or one of its options, or there are two
+            tools.
     """
     writing = [tool for tool in role.tools if tool.suffix]
     if not writing:
@@ -144,10 +152,14 @@ def engine_tool(role: RoleConfig, engine: str) -> EngineTool | None:
         names = " and ".join(tool.name for tool in writing) + " at once" * (len(writing) > 1)
         raise ConfigError(
             f"roles.{role.role}.tool",
-            f"{engine} engines do not record with {names}; set the tool to torch, npu (on an NPU) or spans",
+            f"{engine} engines do not record with {names}; set the tool to torch, npu (on "
+            "an NPU) or spans",
         )
     where = " on an NPU" if isinstance(tool, NpuTool) else ""
-    for name, possible in {"mini_batches": (None,), **ENGINE_OPTIONS.get((engine, tool.name), {})}.items():
+    for name, possible in {
+        "mini_batches": (None,),
+        **ENGINE_OPTIONS.get((engine, tool.name), {}),
+    }.items():
         value = getattr(tool.options, name, None)
         if (sorted(value) if isinstance(value, tuple) else value) in possible:
             continue
@@ -159,12 +171,16 @@ def engine_tool(role: RoleConfig, engine: str) -> EngineTool | None:
 
 
 def refusal(config: ProfilingConfig, role: str, request: CaptureRequest, engine: str) -> str:
-    """Return why an engine cannot make a capture with the tool that it was started with; empty if it can."""
+    """Return why an engine cannot make a capture with the tool that it was started with;
+    empty if it can.
+    """
     try:
         own, new = (config.for_role(role, selection) for selection in (None, request.selection))
     except ConfigError as error:
         return cannot_be_had(request, error)
-    tools, others = ([(tool.name, tool.options) for tool in it.tools if tool.suffix] for it in (own, new))
+    tools, others = (
+        [(tool.name, tool.options) for tool in it.tools if tool.suffix] for it in (own, new)
+    )
     if not new.enable or tools == others:
         return ""
     names = ", ".join(name for name, _ in tools)
@@ -173,7 +189,8 @@ def refusal(config: ProfilingConfig, role: str, request: CaptureRequest, engine:
 
 
 def check_device(tool: EngineTool, engine: str, device: str, role: str) -> None:
-    """Check that a tool can record on the device of an engine: ``npu`` on an NPU, the others elsewhere.
+    """Check that a tool can record on the device of an engine: ``npu`` on an NPU, the others
+    elsewhere.
 
     Raises:
         ConfigError: The tool cannot record there.
@@ -181,7 +198,8 @@ def check_device(tool: EngineTool, engine: str, device: str, role: str) -> None:
     if (device == "npu") != isinstance(tool, NpuTool):
         right = NpuTool.name if device == "npu" else TorchTool.name
         raise ConfigError(
-            f"roles.{role}.tool", f"{tool.name} records nothing of {engine} on {device}; set tool {right}"
+            f"roles.{role}.tool",
+            f"{tool.name} records nothing of {engine} on {device}; set tool {right}",
         )
 
 
@@ -193,7 +211,9 @@ def refuse_option(
     Raises:
         ConfigError: Always, with the key of the option and a value that the engine supports.
     """
-    raise ConfigError(f"tools.{tool}.{option}", f"{why}; set roles.{role}.tools.{tool}.{option}={neutral}")
+    raise ConfigError(
+        f"tools.{tool}.{option}", f"{why}; set roles.{role}.tools.{tool}.{option}={neutral}"
+    )
 
 
 def is_recording(path: Path) -> bool:
@@ -203,14 +223,20 @@ def is_recording(path: Path) -> bool:
 
 def rank_of_recording(path: Path) -> int:
     """Return the rank in the file names of a torch_npu recording; 0 without a rank."""
-    return next((int(found[1]) for file in path.iterdir() if (found := _INFO.fullmatch(file.name))), 0)
+    return next(
+        (int(found[1]) for file in path.iterdir() if (found := _INFO.fullmatch(file.name))), 0
+    )
 
 
 def at_least(package: str, oldest: str, missing: bool = False) -> bool:
-    """Return whether a package has at least some version; ``missing`` if the package is not installed."""
+    """Return whether a package has at least some version;
+    ``missing`` if the package is not installed.
+    """
     try:
         installed = metadata.version(package)
     except metadata.PackageNotFoundError:
         return missing
-    numbers, wanted = (tuple(map(int, re.findall(r"\d+", text)[:3])) for text in (installed, oldest))
+    numbers, wanted = (
+        tuple(map(int, re.findall(r"\d+", text)[:3])) for text in (installed, oldest)
+    )
     return numbers >= wanted

@@ -1,9 +1,9 @@
 """Records a rollout engine, by the profiler in its own processes or by the session of this process.
 
-This module waits for engines: for their start, their stop, and their traces. Engines in other processes are
-recorded apart from the session, which may hold a capture of a trainer at the same time. The session records
-engines that compute in this process: transformers, and vLLM without processes of its own. A trainer in the
-same process joins the capture.
+This module waits for engines: for their start, their stop, and their traces. Engines in other
+processes are recorded apart from the session, which may hold a capture of a trainer at the same
+time. The session records engines that compute in this process: transformers, and vLLM without
+processes of its own. A trainer in the same process joins the capture.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class EngineRecorder:
     devices: Sequence[Device] = ()
 
     def __post_init__(self) -> None:
-        self._stop_s = min(self.config.rollout.stop_s, _SHARE_OF_TIMEOUT * self.config.timeouts.stop_s)
+        self._stop_s = min(
+            self.config.rollout.stop_s, _SHARE_OF_TIMEOUT * self.config.timeouts.stop_s
+        )
         self._window: Window | None = None
         self._halting: asyncio.Task[list[Artifact]] | None = None
         self._in_doubt = False  # whether the engine may record although no window is open
@@ -94,7 +96,9 @@ class EngineRecorder:
         if why := refusal(self.config, who.role, request, self.engine.name):
             return StartReply(who, "refused", received_ns, why)
         role = self.config.for_role(who.role, request.selection)
-        ranks = [rank for rank in range(self.engine.ranks) if role.selects(who.rank + rank, who.replica)]
+        ranks = [
+            rank for rank in range(self.engine.ranks) if role.selects(who.rank + rank, who.replica)
+        ]
         if not ranks:
             self._slot.hooks.begun(request, who, recorded=False)
             return StartReply(who, "skipped", received_ns, "not selected")
@@ -102,18 +106,24 @@ class EngineRecorder:
             if self._window is not None:
                 if self._window.request.capture_id == request.capture_id:
                     return StartReply(who, "joined", received_ns)
-                logger.warning("%s: the capture of step %d was never stopped", who, self._window.request.step)
+                logger.warning(
+                    "%s: the capture of step %d was never stopped", who, self._window.request.step
+                )
                 await self._close(self._window, NOT_STOPPED)
             if death := _death_of(self.engine):
                 raise CaptureStateError(f"start_capture(step={request.step}): {death} ({who})")
             if self._halting is not None and not self._halting.done():
                 raise CaptureStateError(
-                    f"start_capture(step={request.step}): {self.engine.name} is still writing an earlier "
+                    f"start_capture(step={request.step}): {self.engine.name} is still "
+                    "writing an earlier "
                     f"capture ({who}); {_RECORD_LESS}"
                 )
-            if self._in_doubt and not await self._settle(_SHARE_OF_TIMEOUT * self.config.timeouts.start_s):
+            if self._in_doubt and not await self._settle(
+                _SHARE_OF_TIMEOUT * self.config.timeouts.start_s
+            ):
                 raise CaptureStateError(
-                    f"start_capture(step={request.step}): {self.engine.name} has not answered an earlier "
+                    f"start_capture(step={request.step}): {self.engine.name} has not "
+                    "answered an earlier "
                     f"start or stop of its profiler ({who})"
                 )
             window = await self._open(request, role, ranks)
@@ -137,7 +147,9 @@ class EngineRecorder:
                 await self._settle(self._stop_s)
             return self._slot.result(capture_id, self.identity, window.request if window else None)
 
-    async def _open(self, request: CaptureRequest, role: RoleConfig, ranks: Sequence[int]) -> Window:
+    async def _open(
+        self, request: CaptureRequest, role: RoleConfig, ranks: Sequence[int]
+    ) -> Window:
         if request.keep:
             request.make_folder()
         file = self._slot.file.opened(request, role, self.identity)
@@ -148,7 +160,9 @@ class EngineRecorder:
         except BaseException as error:
             self._in_doubt = True
             window.drop()
-            if isinstance(error, Exception):  # after a cancellation, the event loop may be about to end
+            if isinstance(
+                error, Exception
+            ):  # after a cancellation, the event loop may be about to end
                 self._settle_in_background()
             raise
         window.opened()
@@ -157,7 +171,9 @@ class EngineRecorder:
         self.requests.begin(request.policy_version)
         limit_s = self.config.rollout.max_window_s
         if limit_s is not None:
-            window.timer = asyncio.get_running_loop().call_later(limit_s, self._end_by_time, window, limit_s)
+            window.timer = asyncio.get_running_loop().call_later(
+                limit_s, self._end_by_time, window, limit_s
+            )
         return window
 
     def _settle_in_background(self) -> asyncio.Task[str | None]:
@@ -171,7 +187,9 @@ class EngineRecorder:
         if settling.cancelled():
             return
         if (error := settling.exception()) is not None:
-            logger.warning("%s: it is unknown whether %s records: %s", self.identity, self.engine.name, error)
+            logger.warning(
+                "%s: it is unknown whether %s records: %s", self.identity, self.engine.name, error
+            )
             return
         self._in_doubt = False
         if self._window is None and not isinstance(self.tool, NsysTool):
@@ -191,9 +209,11 @@ class EngineRecorder:
             )
 
     async def _halt(self, window: Window) -> list[Artifact]:
-        """Stop the engine's profiler, and move its traces into the step folder; return all artifacts.
+        """Stop the engine's profiler, and move its traces into the step folder; return all
+        artifacts.
 
-        The artifacts are also added to the result file, because the deadline of the stop may have passed.
+        The artifacts are also added to the result file, because the deadline of the stop may have
+        passed.
         """
         window.end_ns, problem = clock.now_ns(), ""
         try:
@@ -221,12 +241,15 @@ class EngineRecorder:
         else:
             tool_spans.append(ToolSpan("stop", window.end_ns, clock.now_ns(), window.request.stage))
             reason = (
-                f"{self.engine.name} wrote no trace in the {self._stop_s:g} s after the stop; {_RECORD_LESS}"
+                f"{self.engine.name} wrote no trace in the {self._stop_s:g} s after the "
+                f"stop; {_RECORD_LESS}"
             )
             logger.error("%s: step %d: %s", self.identity, window.request.step, reason)
             artifacts = window.failed(reason)
         status, reason = worst_status(artifacts)
-        if death := _death_of(self.engine):  # the workers may have written whole traces before they ended
+        if death := _death_of(
+            self.engine
+        ):  # the workers may have written whole traces before they ended
             status, reason = "failed", death
         result = result_of(
             window.request,
@@ -270,7 +293,10 @@ class SessionRecorder:
         """Start a capture, or join the open capture of this process."""
         session, who = process_session(), self.identity
         if request.stage is not None and not self._open and session.recording:
-            reason = f"another role here records by stage: mark the rollout with stage({request.stage!r})"
+            reason = (
+                "another role here records by stage: mark the rollout with "
+                f"stage({request.stage!r})"
+            )
             return StartReply(who, "skipped", reason=reason)
         if self.elsewhere and (why := refusal(self.config, who.role, request, self.elsewhere)):
             return StartReply(who, "refused", reason=why)
@@ -285,7 +311,11 @@ class SessionRecorder:
         """Stop a capture, if one is open."""
         reply = process_session().stop(capture_id)
         # What waits is on a thread, so that the event loop is not blocked.
-        return await asyncio.to_thread(process_session().stop, capture_id, finish_s) if finish_s else reply
+        return (
+            await asyncio.to_thread(process_session().stop, capture_id, finish_s)
+            if finish_s
+            else reply
+        )
 
     def _with_requests(self, result: CaptureResult) -> CaptureResult:
         self._open = ""
@@ -296,8 +326,8 @@ class SessionRecorder:
 class Window:
     """One capture of an engine, from the start to the result.
 
-    Each rank of the engine writes a trace into the engine's spool folder. Nsight Systems writes one report
-    for all processes of a replica, which is collected after the run.
+    Each rank of the engine writes a trace into the engine's spool folder. Nsight Systems writes one
+    report for all processes of a replica, which is collected after the run.
 
     Args:
         request: The capture.
@@ -342,14 +372,18 @@ class Window:
             make_folder(engine.spool)
             self._before = set(engine.spool.iterdir())
         self.expected = [
-            expected_artifact(lane, self.tool.name, self.tool.suffix, request.stage, request.occurrence)
+            expected_artifact(
+                lane, self.tool.name, self.tool.suffix, request.stage, request.occurrence
+            )
             for lane in lanes
         ]
 
     def opened(self) -> None:
         """Note that the engine records from now on."""
         now_ns = clock.now_ns()
-        self.expected = [msgspec.structs.replace(artifact, begin_ns=now_ns) for artifact in self.expected]
+        self.expected = [
+            msgspec.structs.replace(artifact, begin_ns=now_ns) for artifact in self.expected
+        ]
         if isinstance(self.tool, NsysTool):
             process_ranges().note_opened(Path(self.request.folder), self.expected[0].path)
 
@@ -360,10 +394,14 @@ class Window:
             problem: Reason why the stop failed; empty if it succeeded.
         """
         folder = Path(self.request.folder)
-        expected = [msgspec.structs.replace(artifact, end_ns=self.end_ns) for artifact in self.expected]
+        expected = [
+            msgspec.structs.replace(artifact, end_ns=self.end_ns) for artifact in self.expected
+        ]
         try:
             if isinstance(self.tool, NsysTool):
-                pending = process_ranges().note_closed(expected[0], folder.parent, keep=self.request.keep)
+                pending = process_ranges().note_closed(
+                    expected[0], folder.parent, keep=self.request.keep
+                )
                 return [Output(expected[0].with_status("failed", problem) if problem else pending)]
             written = self._written() if self.request.keep else {}
             return [
@@ -400,7 +438,9 @@ class Window:
 
     def _without_file(self, artifact: Artifact, problem: str) -> Artifact:
         if self.engine.window.bounded and not problem:
-            return artifact.with_status("empty", f"the recording window never began ({self.engine.window})")
+            return artifact.with_status(
+                "empty", f"the recording window never began ({self.engine.window})"
+            )
         silent = f"{self.engine.name} reported no error and wrote no trace; its own log may say why"
         return artifact.with_status("failed", problem or silent)
 
@@ -430,20 +470,24 @@ def output_of(
 
 
 def _death_of(engine: EngineAdapter) -> str:
-    """Return a sentence on an engine's death and the place of its log; empty while the engine lives."""
+    """Return a sentence on an engine's death and the place of its log;
+    empty while the engine lives.
+    """
     how = engine.died()
     if not how:
         return ""
     log = f"the output of process {os.getpid()} on {socket.gethostname()}"
-    remedy = "see the log for the cause (PYTHONFAULTHANDLER=1 shows crashes), and start the engine anew"
+    remedy = (
+        "see the log for the cause (PYTHONFAULTHANDLER=1 shows crashes), and start the engine anew"
+    )
     return f"{engine.name} died ({how}); its log is {log}: {remedy}"
 
 
 async def _while_alive(engine: EngineAdapter, call: Awaitable[str | None]) -> str | None:
     """Await a call to an engine, and return its reply; give up if the engine dies.
 
-    A call that is given up goes on: engines answer calls in order, and one that is cancelled could block the
-    later ones.
+    A call that is given up goes on: engines answer calls in order, and one that is cancelled could
+    block the later ones.
 
     Raises:
         CaptureStateError: The engine died.

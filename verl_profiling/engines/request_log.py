@@ -1,7 +1,8 @@
-"""A log of inference requests: it keeps those that end in a capture, and their number for the watch.
+"""A log of inference requests: it keeps those that end in a capture, and their number for the
+watch.
 
-Each request has a policy version. A server can report new versions during a capture; otherwise, requests have
-the version that the training loop reports.
+Each request has a policy version. A server can report new versions during a capture; otherwise,
+requests have the version that the training loop reports.
 """
 
 from __future__ import annotations
@@ -25,22 +26,24 @@ class RequestLog:
     """The requests of one replica, with their begins, first tokens, ends and lengths.
 
     A server with an engine of its own makes a log, passes it to
-    :meth:`RolloutCaptureMixin.init_capture() <verl_profiling.workers.RolloutCaptureMixin.init_capture>`
-    and opens a record for each request::
+    :meth:`RolloutCaptureMixin.init_capture()
+    <verl_profiling.workers.RolloutCaptureMixin.init_capture>` and opens a record for each request::
 
         with self.requests.open(prompt_tokens=len(prompt), id=request_id) as request:
             for token in self.model.generate(prompt):
                 request.first_token()
                 request.response_tokens += 1
 
-    Tasks and threads may use the log concurrently. A request counts where it ends. Without an open capture,
-    only the requests that run are kept.
+    Tasks and threads may use the log concurrently. A request counts where it ends. Without an open
+    capture, only the requests that run are kept.
 
     Attributes:
-        busy: The stage of the watch that is open while any request runs; ``None`` if the watch is off.
+        busy: The stage of the watch that is open while any request runs; ``None`` if the watch is
+            off.
         enabled: Whether requests that end in a capture are logged.
         policy_versions: Versions of the weights since :meth:`begin`, in order; empty if unknown.
-        pending_since_ns: Begin times (ns) of the requests that were unfinished at :meth:`end`, in order.
+        pending_since_ns: Begin times (ns) of the requests that were unfinished at :meth:`end`, in
+            order.
     """
 
     def __init__(self) -> None:
@@ -117,8 +120,8 @@ class RequestLog:
 
         Args:
             engine: The engine.
-            logged: Function that is called with the original ``generate`` and its arguments. It calls
-                ``generate`` and logs the requests.
+            logged: Function that is called with the original ``generate`` and its arguments. It
+                calls ``generate`` and logs the requests.
         """
         generate = engine.generate
 
@@ -134,15 +137,19 @@ class RequestLog:
         Args:
             engine: The engine.
             method: Name of the method.
-            logged: Function that gets the original stream and the arguments of the call, and returns a
-                wrapped stream.
+            logged: Function that gets the original stream and the arguments of the call, and
+                returns a wrapped stream.
         """
         generate = getattr(engine, method)
 
         @functools.wraps(generate)
         def watched(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
             stream: AsyncGenerator[Any, None] = generate(*args, **kwargs)
-            return stream if self.busy is None and not self.enabled else logged(stream, *args, **kwargs)
+            return (
+                stream
+                if self.busy is None and not self.enabled
+                else logged(stream, *args, **kwargs)
+            )
 
         setattr(engine, method, watched)
 
@@ -217,7 +224,9 @@ def _token_ids(given: Any) -> list[int]:
 
 
 def _length(response: Any, padding: int | None, ends: Sequence[int]) -> int:
-    """Return the number of tokens without the padding at the end, but with the token that ended the text."""
+    """Return the number of tokens without the padding at the end,
+    but with the token that ended the text.
+    """
     if padding is None:
         return len(response)
     kept = (response != padding).nonzero()
@@ -227,8 +236,8 @@ def _length(response: Any, padding: int | None, ends: Sequence[int]) -> int:
 class OpenRequest(msgspec.Struct, eq=False):
     """A running request; the end of its ``with`` block ends it.
 
-    A request whose block raises, or is cancelled, has failed. The server sets attributes inside the block;
-    times are unix nanoseconds of this process's clock.
+    A request whose block raises, or is cancelled, has failed. The server sets attributes inside the
+    block; times are unix nanoseconds of this process's clock.
 
     Attributes:
         id: The client's id of the request.
@@ -237,7 +246,8 @@ class OpenRequest(msgspec.Struct, eq=False):
         response_tokens: Length of the response so far.
         arrival_ns: Arrival at the engine's scheduler; 0 if unknown.
         scheduled_ns: Time of first scheduling; 0 if unknown.
-        first_token_ns: First token in the engine; if 0, the time of the call of :meth:`first_token` is taken.
+        first_token_ns: First token in the engine; if 0, the time of the call of :meth:`first_token`
+            is taken.
         last_token_ns: Last token in the engine; 0 if unknown.
         cached_tokens: Prompt tokens that came from a prefix cache; ``None`` if unknown.
         preemptions: Number of preemptions by the scheduler; ``None`` if unknown.
@@ -310,7 +320,9 @@ class OpenRequest(msgspec.Struct, eq=False):
         )
 
     def _engine_times(self, end_ns: int) -> tuple[int, int, int, int]:
-        """Return the times of arrival, scheduling, first and last token; 0 for one that is out of order."""
+        """Return the times of arrival, scheduling, first and last token;
+        0 for one that is out of order.
+        """
         first_ns = self.first_token_ns or self._first_output_ns
         times = (self.arrival_ns, self.scheduled_ns, first_ns, self.last_token_ns)
         before = self.begin_ns

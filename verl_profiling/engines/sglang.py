@@ -1,7 +1,7 @@
 """The SGLang adapter: ``Engine``, an object with a ``tokenizer_manager``, or a server's URL.
 
-The call that starts SGLang's profiler has all options of the capture, and the output folder. The signature of
-the call shows whether an SGLang takes one object or keyword arguments.
+The call that starts SGLang's profiler has all options of the capture, and the output folder. The
+signature of the call shows whether an SGLang takes one object or keyword arguments.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ _SERVER_ARGS = (
 )
 
 _ACTIVITIES = {"cpu": "CPU", "cuda": "GPU", "xpu": "XPU", "npu": "GPU"}
-_TRACE = re.compile(r"-TP-(?P<tp>\d+)(?:-DP-(?P<dp>\d+))?(?:-PP-(?P<pp>\d+))?(?:-EP-\d+)?\.trace\.json\.gz$")
+_TRACE = re.compile(
+    r"-TP-(?P<tp>\d+)(?:-DP-(?P<dp>\d+))?(?:-PP-(?P<pp>\d+))?(?:-EP-\d+)?\.trace\.json\.gz$"
+)
 
 
 class SGLangAdapter(EngineAdapter):
@@ -77,7 +79,9 @@ class SGLangAdapter(EngineAdapter):
     ) -> None:
         self.window = config.rollout.with_stacks() if tool.options.stack else config.rollout
         self._manager = manager = manager_of(engine, identity)
-        self._calls = HTTPCalls(engine, config.timeouts.start_s) if manager is None else ManagerCalls(manager)
+        self._calls = (
+            HTTPCalls(engine, config.timeouts.start_s) if manager is None else ManagerCalls(manager)
+        )
         self.spool = new_spool(config.local_folder)
         server = self._calls.server_args
         self.device = str(server.get("device") or "cuda")
@@ -105,7 +109,8 @@ class SGLangAdapter(EngineAdapter):
             if not self.window.bounded:
                 raise
             await self._disarm()
-            # By URL, SGLang answers alike to a stop that fails and to one of a window that is not open.
+            # By URL, SGLang answers alike to a stop that fails and to one of a window that is not
+            # open.
             if _NOT_RECORDING not in str(error):
                 return f"the recording window never began, or its stop failed: {error}"
         return None
@@ -119,8 +124,12 @@ class SGLangAdapter(EngineAdapter):
     def died(self) -> str:
         # Versions before the watchdog do not hold their processes.
         watchdog = getattr(self._manager, "_subprocess_watchdog", None)
-        named = zip(getattr(watchdog, "_names", ()), getattr(watchdog, "_processes", ()), strict=False)
-        return how_processes_ended({name: one.exitcode for name, one in named if one.exitcode is not None})
+        named = zip(
+            getattr(watchdog, "_names", ()), getattr(watchdog, "_processes", ()), strict=False
+        )
+        return how_processes_ended(
+            {name: one.exitcode for name, one in named if one.exitcode is not None}
+        )
 
     def identify(self, path: Path) -> int | None:
         if self._on_npu:
@@ -132,10 +141,11 @@ class SGLangAdapter(EngineAdapter):
         return ((dp if self._dp > 1 else 0) * self._pp + pp) * self._tp + tp
 
     async def _disarm(self) -> None:
-        """Cancel a window that has not begun, because it could begin later, e.g. in another capture.
+        """Cancel a window that has not begun, because it could begin later, e.g. in another
+        capture.
 
-        SGLang clears a window only when a recording stops, so an empty recording is made and discarded. It
-        replaces one that runs.
+        SGLang clears a window only when a recording stops, so an empty recording is made and
+        discarded. It replaces one that runs.
         """
         await self._calls.start(
             {
@@ -179,7 +189,8 @@ def check_sglang(
         window: The part of a rollout to record.
         role: Role of the server.
         device: Device type of the engine.
-        dp_ranks: Number of data-parallel ranks of the engine, if each rank has schedulers of its own.
+        dp_ranks: Number of data-parallel ranks of the engine, if each rank has schedulers of its
+            own.
 
     Raises:
         ConfigError: SGLang does not support the settings, or would crash with them.
@@ -193,25 +204,32 @@ def check_sglang(
     if window.start:
         raise ConfigError(
             "rollout.start",
-            "SGLang counts iterations from the engine's start and does not publish the count; leave it out",
+            "SGLang counts iterations from the engine's start and does not publish the "
+            "count; leave it out",
         )
     for name in _activities(tool, device):
         if isinstance(tool, TorchTool) and name not in _offered(device):
-            refuse_option(role, "activities", "null", f"{name} ends an SGLang that runs on {device}")
+            refuse_option(
+                role, "activities", "null", f"{name} ends an SGLang that runs on {device}"
+            )
 
 
 def _check_sglang_reaches_torch_npu() -> None:
     """Check that SGLang can use the profiler of torch_npu.
 
     Raises:
-        ToolUnavailableError: SGLang uses a function that the installed torch_npu does not have. A start of
-            its profiler would raise, and end all processes of SGLang.
+        ToolUnavailableError: SGLang uses a function that the installed torch_npu does not have. A
+            start of its profiler would raise, and end all processes of SGLang.
     """
     torch_npu = sys.modules.get("torch_npu")
-    if not (torch_npu is None or hasattr(torch_npu, _PATCHES) or at_least("sglang", "0.5.24", True)):
+    if not (
+        torch_npu is None or hasattr(torch_npu, _PATCHES) or at_least("sglang", "0.5.24", True)
+    ):
         raise ToolUnavailableError(
-            f"init_capture: SGLang {metadata.version('sglang')} starts torch_npu's profiler by {_PATCHES}, "
-            f"which torch_npu {torch_npu.__version__} does not have; install the torch_npu that this SGLang "
+            f"init_capture: SGLang {metadata.version('sglang')} starts torch_npu's profiler "
+            f"by {_PATCHES}, "
+            f"which torch_npu {torch_npu.__version__} does not have; install the torch_npu "
+            "that this SGLang "
             "names, or set roles.rollout.tool to spans"
         )
 
@@ -290,14 +308,16 @@ class ManagerCalls:
         if loop is None or loop is asyncio.get_running_loop():
             await run()
         elif loop.is_running():
-            # Cancelled, the manager would wait for the reply forever, and no later call would be sent.
+            # Cancelled, the manager would wait for the reply forever, and no later call would be
+            # sent.
             await asyncio.shield(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), loop)))
         else:
             await asyncio.to_thread(loop.run_until_complete, run())
 
 
 class HTTPCalls:
-    """Calls an SGLang server that shares this file system; it has the attributes of :class:`ManagerCalls`.
+    """Calls an SGLang server that shares this file system; it has the attributes of
+    :class:`ManagerCalls`.
 
     Args:
         url: URL of the server, e.g. ``http://127.0.0.1:30000``.
@@ -321,7 +341,9 @@ class HTTPCalls:
         await asyncio.wait([answer], timeout=self._start_s)
         if not answer.done():
             answer.cancel()
-            raise CaptureStateError(f"{self._url}/start_profile has not answered for {self._start_s:g} s")
+            raise CaptureStateError(
+                f"{self._url}/start_profile has not answered for {self._start_s:g} s"
+            )
         await answer
 
     async def stop(self) -> None:
@@ -359,10 +381,14 @@ class HTTPCalls:
         self._thread.start()
         return asyncio.wrap_future(answer)
 
-    def _call(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = 30.0) -> Any:
+    def _call(
+        self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = 30.0
+    ) -> Any:
         data = None if body is None else json.dumps(body).encode()
         try:
-            request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
+            request = urllib.request.Request(
+                self._url + path, data, {"Content-Type": "application/json"}
+            )
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return json.load(answer) if body is None else None
         except HTTPError as error:
@@ -370,7 +396,8 @@ class HTTPCalls:
             raise CaptureStateError(f"{self._url}{path} answered {error.code}: {why}") from error
         except (OSError, ValueError) as error:
             raise CaptureStateError(
-                f"{self._url}{path} does not answer ({error}); is it a running SGLang server? A server "
+                f"{self._url}{path} does not answer ({error}); is it a running SGLang "
+                "server? A server "
                 "ends when one of its processes dies; its log may show the cause"
             ) from error
 
@@ -379,15 +406,20 @@ def watch_manager(manager: Any, log: RequestLog) -> None:
     """Log every request to an SGLang engine, for all of its methods and routes.
 
     Every response has its id, lengths, cached tokens and retractions. With ``enable_metrics``, a
-    response has times: arrival and scheduling from 0.5.6 on, end of prefill from 0.5.12 on. The times are
-    unix seconds of the scheduler's host, so they are kept only if that is this host. Without data-parallel
-    ranks, it is: requests go to the scheduler of the first node, however many nodes a replica has.
+    response has times: arrival and scheduling from 0.5.6 on, end of prefill from 0.5.12 on. The
+    times are unix seconds of the scheduler's host, so they are kept only if that is this host.
+    Without data-parallel ranks, it is: requests go to the scheduler of the first node, however many
+    nodes a replica has.
     """
     arguments = getattr(manager, "server_args", None)
     shares_clock = min(getattr(arguments, "nnodes", 1), getattr(arguments, "dp_size", 1)) == 1
 
-    def logged(stream: AsyncGenerator[Any, None], *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        return _noting(stream, manager, log, kwargs.get("obj", args[0] if args else None), shares_clock)
+    def logged(
+        stream: AsyncGenerator[Any, None], *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        return _noting(
+            stream, manager, log, kwargs.get("obj", args[0] if args else None), shares_clock
+        )
 
     log.watch_streams(manager, "generate_request", logged)
     if log.busy is not None:
@@ -426,7 +458,9 @@ async def _noting(
                     information.get("completion_tokens", 0),
                     failed=_is_cut(information.get("finish_reason")),
                 )
-            await stream.aclose()  # an abandoned request is aborted at once, as without this wrapper
+            await (
+                stream.aclose()
+            )  # an abandoned request is aborted at once, as without this wrapper
 
 
 def _prompts(obj: Any) -> int:
@@ -450,17 +484,24 @@ def _is_cut(reason: Any) -> bool:
 
 
 def _so_far(manager: Any, obj: Any) -> dict[str, Any]:
-    """Return what SGLang knows of a request that ends without an output, e.g. one that is cancelled."""
+    """Return what SGLang knows of a request that ends without an output, e.g.
+    one that is cancelled.
+    """
     rid = getattr(obj, "rid", None)
     state = getattr(manager, "rid_to_state", {}).get(rid) if isinstance(rid, str) else None
     if state is None:
         return {}
     prompt = getattr(obj, "input_ids", None) or ()
-    return {"prompt_tokens": len(prompt), "completion_tokens": len(getattr(state, "output_ids", ()))}
+    return {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": len(getattr(state, "output_ids", ())),
+    }
 
 
 def _tell(record: OpenRequest, information: dict[str, Any], shares_clock: bool) -> None:
-    """Copy SGLang's data on a response into the request's record; versions up to 0.5.9 have other keys."""
+    """Copy SGLang's data on a response into the request's record;
+    versions up to 0.5.9 have other keys.
+    """
     record.cached_tokens = information.get("cached_tokens")
     record.preemptions = information.get("num_retractions", information.get("total_retractions"))
     known = information if shares_clock else {}
@@ -468,7 +509,9 @@ def _tell(record: OpenRequest, information: dict[str, Any], shares_clock: bool) 
     if scheduled_s is None and "inference_time" in known and "decode_finished_ts" in known:
         scheduled_s = known["decode_finished_ts"] - known["inference_time"]
     queued_s = known.get("queue_time")
-    if scheduled_s is None or queued_s is None or record.preemptions:  # a retracted request queues again
+    if (
+        scheduled_s is None or queued_s is None or record.preemptions
+    ):  # a retracted request queues again
         queued_s = None
     record.scheduled_ns = _ns(scheduled_s)
     record.arrival_ns = 0 if queued_s is None else _ns(scheduled_s - queued_s)

@@ -1,7 +1,7 @@
 """The vLLM adapter: ``AsyncLLM`` and ``LLM``, from 0.8.5 on.
 
-The profiler of vLLM is configured before the engine starts: before vLLM 0.13 by environment variables, since
-then by ``profiler_config``. The options of a version are read from its code.
+The profiler of vLLM is configured before the engine starts: before vLLM 0.13 by environment
+variables, since then by ``profiler_config``. The options of a version are read from its code.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
     if isinstance(tool, NsysTool) and "profiler" not in known:
         raise ConfigError(
             f"roles.{role}.tool",
-            f"vLLM {_version()} has no mode for nsys; install vllm>=0.12, or use tool torch or spans",
+            f"vLLM {_version()} has no mode for nsys; install vllm>=0.12, or use tool torch "
+            "or spans",
         )
     os.environ.update(profiler_variables({name: wanted[name] for name in known & wanted.keys()}))
     return {}
@@ -101,16 +102,19 @@ def check_vllm_ascend() -> None:
     """Check that the installed vllm-ascend can be captured.
 
     Raises:
-        ToolUnavailableError: vllm-ascend is missing or too old, or its msMonitor profiler is switched on.
+        ToolUnavailableError: vllm-ascend is missing or too old, or its msMonitor profiler is
+            switched on.
     """
     if not at_least("vllm-ascend", _NAMES_RANKS):
         raise ToolUnavailableError(
-            f"engine_args: vLLM on an NPU needs vllm-ascend {_NAMES_RANKS} or later, which is not installed; "
+            f"engine_args: vLLM on an NPU needs vllm-ascend {_NAMES_RANKS} or later, which "
+            "is not installed; "
             f"pip install 'vllm-ascend>={_NAMES_RANKS}', or set roles.rollout.tool to torch"
         )
     if os.environ.get("MSMONITOR_USE_DAEMON", "0") != "0":
         raise ToolUnavailableError(
-            "engine_args: MSMONITOR_USE_DAEMON is set, with which vllm-ascend refuses to profile; unset it"
+            "engine_args: MSMONITOR_USE_DAEMON is set, with which vllm-ascend refuses to "
+            "profile; unset it"
         )
 
 
@@ -124,7 +128,9 @@ def _profiler_config() -> Any:
 
 
 def _known_options() -> set[str]:
-    """Return the installed vLLM's fields of ``ProfilerConfig``; before 0.13, its environment variables."""
+    """Return the installed vLLM's fields of ``ProfilerConfig``; before 0.13,
+    its environment variables.
+    """
     if (profiler_config := _profiler_config()) is not None:
         return {field.name for field in dataclasses.fields(profiler_config)}
     from vllm import envs
@@ -143,7 +149,9 @@ def _recorded_options(tool: EngineTool) -> TorchOptions:
 
 
 def profiler_settings(tool: EngineTool, window: RolloutOptions, spool: Path) -> dict[str, Any]:
-    """Return the fields of ``ProfilerConfig``, the configuration of the profiler from vLLM 0.13 on."""
+    """Return the fields of ``ProfilerConfig``,
+    the configuration of the profiler from vLLM 0.13 on.
+    """
     settings: dict[str, Any] = {
         "delay_iterations": _first_iteration(window, tool),
         "max_iterations": window.count or 0,
@@ -179,7 +187,9 @@ def profiler_variables(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _first_iteration(window: RolloutOptions, tool: EngineTool) -> int:
-    """Return vLLM's ``delay_iterations``: number of the first recorded iteration; 0 records at once."""
+    """Return vLLM's ``delay_iterations``: number of the first recorded iteration;
+    0 records at once.
+    """
     return window.start + 1 if window.start or _recorded_options(tool).stack else 0
 
 
@@ -192,7 +202,8 @@ def check_vllm(tool: EngineTool, window: RolloutOptions) -> None:
     if isinstance(tool, NsysTool) and window.start:
         raise ConfigError(
             "rollout.start",
-            f"{tool.name} expects a range of each rollout, and a short one would have none; set it to 0",
+            f"{tool.name} expects a range of each rollout, and a short one would have none; "
+            "set it to 0",
         )
 
 
@@ -266,12 +277,19 @@ class VLLMAdapter(EngineAdapter):
         self.window = _recording_window(config.rollout, tool)
         self._delay = _first_iteration(self.window, tool)
         folder = self._check_configured(getattr(vllm_config, "profiler_config", None), tool)
-        self.spool = Path(folder).expanduser().absolute() if folder else new_spool(config.local_folder)
+        self.spool = (
+            Path(folder).expanduser().absolute() if folder else new_spool(config.local_folder)
+        )
         self.device = str(getattr(vllm_config.device_config, "device_type", "") or "cuda")
         parallel = vllm_config.parallel_config
-        self._pp, self._tp = int(parallel.pipeline_parallel_size), int(parallel.tensor_parallel_size)
+        self._pp, self._tp = (
+            int(parallel.pipeline_parallel_size),
+            int(parallel.tensor_parallel_size),
+        )
         self.ranks = self._pp * self._tp * parallel.data_parallel_size
-        if getattr(parallel, "distributed_executor_backend", None) != "ray":  # Ray places ranks itself
+        if (
+            getattr(parallel, "distributed_executor_backend", None) != "ray"
+        ):  # Ray places ranks itself
             self.device_numbers = range(self.ranks // max(getattr(parallel, "nnodes", 1) or 1, 1))
 
     async def start(self) -> None:
@@ -285,7 +303,9 @@ class VLLMAdapter(EngineAdapter):
         client = getattr(getattr(self._engine, "llm_engine", self._engine), "engine_core", None)
         resources = getattr(client, "resources", None)
         finished = getattr(getattr(resources, "engine_manager", None), "finished_procs", None)
-        dead = "the engine core reports its death" if getattr(resources, "engine_dead", False) else ""
+        dead = (
+            "the engine core reports its death" if getattr(resources, "engine_dead", False) else ""
+        )
         return how_processes_ended(finished() if callable(finished) else {}) or dead
 
     def identify(self, path: Path) -> int | None:
@@ -300,7 +320,9 @@ class VLLMAdapter(EngineAdapter):
         return _rank_inside(path)
 
     def _check_configured(self, configured: Any, tool: EngineTool) -> str:
-        """Check that the engine was started for these settings; return the folder of its traces, if any."""
+        """Check that the engine was started for these settings;
+        return the folder of its traces, if any.
+        """
         if configured is None:
             folder = os.environ.get(_DIR_VARIABLE, "")
             kind = "cuda" if os.environ.get(_CUDA_VARIABLE) == "1" else "torch" if folder else ""
@@ -311,14 +333,16 @@ class VLLMAdapter(EngineAdapter):
         if kind != wanted:
             found = f"the profiler {kind}" if kind else "no profiler"
             raise CaptureStateError(
-                f"init_capture: vLLM was started with {found}, and {tool.name} needs {wanted}; {remedy}"
+                f"init_capture: vLLM was started with {found}, and {tool.name} needs "
+                f"{wanted}; {remedy}"
             )
         if configured is not None and not self._takes_window:
             window = (configured.delay_iterations, configured.max_iterations)
             expected = (self._delay, self.window.count or 0)
             if window != expected:
                 raise CaptureStateError(
-                    f"init_capture: vLLM {_version()} was started with (delay_iterations, max_iterations) = "
+                    f"init_capture: vLLM {_version()} was started with (delay_iterations, "
+                    "max_iterations) = "
                     f"{window}, but rollout.start and rollout.count need {expected}; {remedy}"
                 )
         return folder
@@ -341,10 +365,11 @@ def _rank_inside(path: Path) -> int:
 def watch_vllm(engine: Any, log: RequestLog) -> None:
     """Log every request of an ``LLM`` or an ``AsyncLLM`` with a wrapper around ``generate``.
 
-    Each output of vLLM has the id, lengths and cached tokens of its request. Without ``disable_log_stats``,
-    it also has ``RequestStateStats``: times on the monotonic clock of the engine core's process, and from
-    0.30 on the number of preemptions. A request with several samples has none of these times, and no count
-    of cached tokens: vLLM reports them for one sample.
+    Each output of vLLM has the id, lengths and cached tokens of its request. Without
+    ``disable_log_stats``, it also has ``RequestStateStats``: times on the monotonic clock of the
+    engine core's process, and from 0.30 on the number of preemptions. A request with several
+    samples has none of these times, and no count of cached tokens: vLLM reports them for one
+        sample.
     """
     shares_clock = _shares_clock(engine)
     if log.busy is not None:
@@ -364,7 +389,9 @@ def watch_vllm(engine: Any, log: RequestLog) -> None:
                 batch.id = output.request_id
                 _tell(batch, output if len(output.outputs) == 1 else None, shares_clock=True)
                 for sample in output.outputs:
-                    batch.close(_prompt_tokens(output), len(sample.token_ids), failed=_is_aborted(sample))
+                    batch.close(
+                        _prompt_tokens(output), len(sample.token_ids), failed=_is_aborted(sample)
+                    )
         return outputs
 
     if hasattr(engine, "llm_engine"):
@@ -377,7 +404,9 @@ def _tokens_of_open_requests(engine: Any) -> int:
     """Return the number of tokens of the engine's open requests; 0 for engines of vLLM's V0."""
     processor = getattr(getattr(engine, "llm_engine", engine), "output_processor", None)
     states = [*getattr(processor, "request_states", {}).values()]
-    return sum(len(getattr(getattr(state, "detokenizer", None), "token_ids", ())) for state in states)
+    return sum(
+        len(getattr(getattr(state, "detokenizer", None), "token_ids", ())) for state in states
+    )
 
 
 async def _noting(
@@ -413,8 +442,12 @@ async def _noting(
             is_cut = last is None or not last.finished
             _tell(record, last if any(lengths.values()) and alone else None, shares_clock)
             for index in range(max(sequences, len(lengths))):  # also those without an output yet
-                record.close(_prompt_tokens(last), lengths.get(index, 0), failed=is_cut or index in aborted)
-            await stream.aclose()  # an abandoned request is aborted at once, as without this wrapper
+                record.close(
+                    _prompt_tokens(last), lengths.get(index, 0), failed=is_cut or index in aborted
+                )
+            await (
+                stream.aclose()
+            )  # an abandoned request is aborted at once, as without this wrapper
 
 
 def _is_aborted(sample: Any) -> bool:
@@ -422,7 +455,9 @@ def _is_aborted(sample: Any) -> bool:
 
 
 def _tell(record: OpenRequest, output: Any, shares_clock: bool) -> None:
-    """Copy vLLM's data on a request into the record of the request; a request without output has none."""
+    """Copy vLLM's data on a request into the record of the request;
+    a request without output has none.
+    """
     record.arrival_ns = record.scheduled_ns = record.first_token_ns = record.last_token_ns = 0
     record.cached_tokens = getattr(output, "num_cached_tokens", None)
     statistics = getattr(output, "metrics", None)
@@ -446,7 +481,8 @@ def _shares_clock(engine: Any) -> bool:
     parallel = getattr(getattr(engine, "vllm_config", None), "parallel_config", None)
     here = getattr(parallel, "data_parallel_size_local", 1)
     return (
-        getattr(parallel, "local_engines_only", False) or getattr(parallel, "data_parallel_size", 1) <= here
+        getattr(parallel, "local_engines_only", False)
+        or getattr(parallel, "data_parallel_size", 1) <= here
     )
 
 

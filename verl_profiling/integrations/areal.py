@@ -1,8 +1,8 @@
 """Profiles AReaL's PPOTrainer by ``with areal_profiling(settings):`` around the call of ``train``.
 
-AReaL marks each part of its loop by ``perf_tracer.trace_scope("train.<part>")``, even without its own tracer.
-A wrapper of ``trace_scope`` calls the callback. A step lasts from ``train.rollout`` to the end of
-``train.log_stats``.
+AReaL marks each part of its loop by ``perf_tracer.trace_scope("train.<part>")``, even without its
+own tracer. A wrapper of ``trace_scope`` calls the callback. A step lasts from ``train.rollout`` to
+the end of ``train.log_stats``.
 """
 
 from __future__ import annotations
@@ -37,15 +37,19 @@ _STAGES = {
 
 
 @contextmanager
-def areal_profiling(config: ProfilingConfig | Mapping[str, Any] | None) -> Iterator[ProfilingCallback]:
+def areal_profiling(
+    config: ProfilingConfig | Mapping[str, Any] | None,
+) -> Iterator[ProfilingCallback]:
     """Profile the steps of the trainer whose ``train`` runs in the block, in this process.
 
-    If each rank runs the trainer (``AREAL_SPMD_MODE``), this process is recorded as a rank of role ``actor``.
-    In AReaL's single-controller mode the training engines are other processes, and only the loop's own stages
-    are recorded. Exceptions propagate unchanged, and earlier recordings are kept.
+    If each rank runs the trainer (``AREAL_SPMD_MODE``), this process is recorded as a rank of role
+    ``actor``. In AReaL's single-controller mode the training engines are other processes, and only
+    the loop's own stages are recorded. Exceptions propagate unchanged, and earlier recordings are
+    kept.
 
     Args:
-        config: Settings, as for :class:`ProfilingCallback`. With ``enable: false``, nothing is replaced.
+        config: Settings, as for :class:`ProfilingCallback`. With ``enable: false``, nothing is
+            replaced.
 
     Raises:
         ConfigError: The settings are wrong.
@@ -68,7 +72,9 @@ def areal_profiling(config: ProfilingConfig | Mapping[str, Any] | None) -> Itera
         perf_tracer.trace_scope = trace_scope
 
 
-def _with_hooks(trace_scope: Callable[..., Any], profiling: ProfilingCallback) -> Callable[..., Any]:
+def _with_hooks(
+    trace_scope: Callable[..., Any], profiling: ProfilingCallback
+) -> Callable[..., Any]:
     def scope(name: str, **options: Any) -> AbstractContextManager[Any]:
         own: AbstractContextManager[Any] = trace_scope(name, **options)
         if not name.startswith(_PREFIX):
@@ -76,7 +82,9 @@ def _with_hooks(trace_scope: Callable[..., Any], profiling: ProfilingCallback) -
         return part(name.removeprefix(_PREFIX), own, options.get("args") or {})
 
     @contextmanager
-    def part(name: str, own: AbstractContextManager[Any], args: Mapping[str, int]) -> Iterator[None]:
+    def part(
+        name: str, own: AbstractContextManager[Any], args: Mapping[str, int]
+    ) -> Iterator[None]:
         if name == _FIRST:
             version = args["global_step"]
             profiling.on_step_begin(version + 1, policy_version=version)

@@ -40,9 +40,9 @@ def missing(owner: Any, name: str) -> None:
 def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> bool:
     """Replace a function of a module or class by ``wrapper(function, *args, **kwargs)``.
 
-    A missing function, or a function with other first arguments than the wrapper, is reported and not
-    replaced. Do not wrap a function that inspects its caller: verl's ``auto_await`` returns a coroutine only
-    to a coroutine.
+    A missing function, or a function with other first arguments than the wrapper, is reported and
+    not replaced. Do not wrap a function that inspects its caller: verl's ``auto_await`` returns a
+    coroutine only to a coroutine.
 
     Args:
         owner: The module, the class, or an object.
@@ -75,11 +75,16 @@ def mark(owner: Any, name: str, opened: Callable[[], AbstractContextManager[Any]
         with opened():
             return await function(*args, **kwargs)
 
-    wrap(owner, name, awaited_inside if inspect.iscoroutinefunction(getattr(owner, name, None)) else inside)
+    wrap(
+        owner,
+        name,
+        awaited_inside if inspect.iscoroutinefunction(getattr(owner, name, None)) else inside,
+    )
 
 
 def _replacement(function: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    # Ray pickles an actor's class and its methods by value, and the functions that they use by name.
+    # Ray pickles an actor's class and its methods by value, and the functions that they use by
+    # name.
     if inspect.iscoroutinefunction(function):
 
         async def awaited(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +101,11 @@ def _replacement(function: Callable[..., Any], wrapper: Callable[..., Any]) -> C
 def _named_arguments(function: Callable[..., Any]) -> list[str]:
     """Return the arguments that can be given by position and by name."""
     parameters = inspect.signature(function).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -105,12 +114,13 @@ class Hook:
 
     Attributes:
         module: The framework's module.
-        put_in: The function that changes the module, as ``module:function`` of ``integrations.verl``.
+        put_in: The function that changes the module, as ``module:function`` of
+            ``integrations.verl``.
         records: The recorded part of a run, for messages.
         needed: Whether nothing at all is recorded without this hook.
         part: The part of the framework with the module; runs without this part ignore the hook.
-        missing: Functions that the module does not have, or with other arguments; ``None`` until the module
-            is imported.
+        missing: Functions that the module does not have, or with other arguments; ``None`` until
+            the module is imported.
     """
 
     module: str
@@ -146,7 +156,9 @@ class Hook:
         return None if problem is None else f"not recorded: {self.records}, because {problem}"
 
     def _apply(self, module: ModuleType) -> None:
-        """Apply the hook; errors are stored, because this package must not make a framework fail."""
+        """Apply the hook; errors are stored,
+        because this package must not make a framework fail.
+        """
         place, _, function = self.put_in.partition(":")
         missing: list[str] = []
         with noting(missing):
@@ -186,4 +198,6 @@ def _exists(module: str) -> bool:
     if spec is None or not rest:
         return spec is not None
     places = [Path(folder, *rest) for folder in spec.submodule_search_locations or ()]
-    return any(place.with_suffix(".py").is_file() or (place / "__init__.py").is_file() for place in places)
+    return any(
+        place.with_suffix(".py").is_file() or (place / "__init__.py").is_file() for place in places
+    )

@@ -2,9 +2,10 @@
 
     trainer.add_callback(TRLProfilingCallback(trainer, settings))
 
-A step is a step of transformers: one update by the optimizer, with the number in the logs. TRL generates
-``steps_per_generation`` batches together, before the first of them is used, so a step has one rollout,
-several, or none. Every process runs the trainer, and is recorded as a rank of the role ``actor``.
+A step is a step of transformers: one update by the optimizer, with the number in the logs. TRL
+generates ``steps_per_generation`` batches together, before the first of them is used, so a step has
+one rollout, several, or none. Every process runs the trainer, and is recorded as a rank of the role
+``actor``.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _MARKED = "_verl_profiling"
 class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types of transformers are read
     """Profiles the steps of a trainer after ``trainer.add_callback``.
 
-    With ``enable: false``, the trainer is left unchanged. An exception of the training propagates unchanged,
-    and earlier recordings are kept.
+    With ``enable: false``, the trainer is left unchanged. An exception of the training propagates
+    unchanged, and earlier recordings are kept.
 
     Args:
         trainer: The trainer, made and ready to train.
@@ -54,11 +55,17 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
         profiling: The callback of the profiler, called at each step.
     """
 
-    def __init__(self, trainer: Trainer, config: ProfilingConfig | Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, trainer: Trainer, config: ProfilingConfig | Mapping[str, Any] | None
+    ) -> None:
         if not isinstance(trainer, Trainer):
-            raise TypeError(f"TRLProfilingCallback: a trainer of TRL is needed, not {type(trainer).__name__}")
+            raise TypeError(
+                f"TRLProfilingCallback: a trainer of TRL is needed, not {type(trainer).__name__}"
+            )
         if hasattr(trainer, _MARKED):
-            raise CaptureStateError(f"this {type(trainer).__name__} has a TRLProfilingCallback already")
+            raise CaptureStateError(
+                f"this {type(trainer).__name__} has a TRLProfilingCallback already"
+            )
         self.profiling = ProfilingCallback(config)
         self._trainer = trainer
         self._open = ExitStack()
@@ -79,7 +86,9 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
         self._turn_to(None)
         self.profiling.on_step_end()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **_: Any
+    ) -> None:
         """Add the logged metrics of the trainer to their step."""
         self.profiling.add_metrics(state.global_step, logs)
 
@@ -105,7 +114,9 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
                 wrap(trainer, name, wrapper)
         if missing:
             kind = f"{type(trainer).__module__}.{type(trainer).__qualname__}"
-            logger.warning("profiling: %s has no %s, which is not recorded", kind, ", ".join(missing))
+            logger.warning(
+                "profiling: %s has no %s, which is not recorded", kind, ", ".join(missing)
+            )
         if (engine := getattr(trainer, "vllm_generation", None)) is not None:
             mark(engine, "sync_weights", partial(self._stage, "update_weights"))
         setattr(trainer, _MARKED, self)
@@ -126,7 +137,9 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
                 yield
 
     def _turn_to(self, name: str | None) -> None:
-        """End the open stage that spans several methods of the trainer, and begin the next one, if any."""
+        """End the open stage that spans several methods of the trainer,
+        and begin the next one, if any.
+        """
         self._open.close()
         self._current = name
         if name is not None:
@@ -155,14 +168,20 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
         self._turn_to(_ADVANTAGE)
 
     def _then_update(self, prepare_inputs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Begin the stage ``update_actor`` with a prepared batch, up to the next rollout or step."""
+        """Begin the stage ``update_actor`` with a prepared batch,
+        up to the next rollout or step.
+        """
         inputs = prepare_inputs(*args, **kwargs)
         if self._current != _UPDATE and not self._validating:
             self._turn_to(_UPDATE)
         return inputs
 
-    def _log_probs(self, log_probs: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Mark forward passes over generated tokens as stages, except inside the stage ``update_actor``."""
+    def _log_probs(
+        self, log_probs: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Mark forward passes over generated tokens as stages,
+        except inside the stage ``update_actor``.
+        """
         if self._current == _UPDATE:
             return log_probs(model, *args, **kwargs)
         with self._stage("ref_log_prob" if self._is_reference(model) else "old_log_prob"):
@@ -171,7 +190,8 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
     def _is_reference(self, model: Any) -> bool:
         """Return whether a model is the reference.
 
-        The reference is another model, or the policy without an adapter or with the adapter ``ref``.
+        The reference is another model, or the policy without an adapter or with the adapter
+        ``ref``.
         """
         if model is getattr(self._trainer, "ref_model", None):
             return True

@@ -14,5 +14,6 @@ module         content
 ``explain``    which parts of two runs explain their difference, for ``diff``
 ============== ==================================================================================
 
-Lanes, collectives and trajectories come from :mod:`verl_profiling.report`, where a step is analysed.
+Lanes, collectives and trajectories come from :mod:`verl_profiling.report`, where a step is
+analysed.
 """

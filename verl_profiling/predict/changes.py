@@ -1,7 +1,8 @@
 """The changes of a step that a user can ask for: their values, their words, and the step with them.
 
-A new change is a field of :class:`Changes`, with its check, its option and its assumption, and takes effect
-in :class:`Baseline`. Other resources are replayed in :mod:`verl_profiling.predict.resources`.
+A new change is a field of :class:`Changes`, with its check, its option and its assumption, and
+takes effect in :class:`Baseline`. Other resources are replayed in
+:mod:`verl_profiling.predict.resources`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Changes(msgspec.Struct, frozen=True):
     """Changes of a step.
 
     Attributes:
-        scale: Factor of the time in each stage, or of kernels: ``kernel:`` and a pattern of their names.
+        scale: Factor of the time in each stage, or of kernels: ``kernel:`` and a pattern of their
+            names.
         balance: Stages that take the mean time on each worker.
         no_tail: Percentage of trajectories (else requests) after which a rollout ends.
         tools: Duration of each call of a tool (s), or its factor as text, e.g. ``0.5x``.
@@ -67,7 +69,10 @@ class Changes(msgspec.Struct, frozen=True):
         for option, names in (("--balance", self.balance), ("--unblock", self.unblock)):
             if isinstance(names, str) or not isinstance(names, Sequence):
                 raise ConfigError(option, f"{names!r} is no list of names, such as ['search']")
-        for option, values, unit in (("--scale", self.scale, "0.5"), ("--tool", self.tools, "0.2 (s)")):
+        for option, values, unit in (
+            ("--scale", self.scale, "0.5"),
+            ("--tool", self.tools, "0.2 (s)"),
+        ):
             if not isinstance(values, Mapping):
                 raise ConfigError(option, f"{values!r} is no mapping; give {{'name': {unit}}}")
             for name, value in values.items():
@@ -76,9 +81,15 @@ class Changes(msgspec.Struct, frozen=True):
                 if not isinstance(number, Real) or not 0 <= number < math.inf:
                     said = f"{name}={value!r} is not a finite number of at least 0, such as {unit}"
                     raise ConfigError(option, said)
-        if self.no_tail is not None and not (isinstance(self.no_tail, Real) and 0 < self.no_tail <= 100):
-            raise ConfigError("--no-tail", f"{self.no_tail!r} is not a percentage above 0 and at most 100")
-        if self.replicas is not None and not (isinstance(self.replicas, Integral) and self.replicas >= 1):
+        if self.no_tail is not None and not (
+            isinstance(self.no_tail, Real) and 0 < self.no_tail <= 100
+        ):
+            raise ConfigError(
+                "--no-tail", f"{self.no_tail!r} is not a percentage above 0 and at most 100"
+            )
+        if self.replicas is not None and not (
+            isinstance(self.replicas, Integral) and self.replicas >= 1
+        ):
             raise ConfigError("--replicas", f"{self.replicas!r} is not an integer of at least 1")
         if self.steps_ahead not in (None, 0, 1):
             raise ConfigError("--async", f"{self.steps_ahead!r} is not 0 or 1")
@@ -86,24 +97,35 @@ class Changes(msgspec.Struct, frozen=True):
     def options(self) -> list[str]:
         """Return the changes as options of the command."""
         return [
-            *(f"--scale {shlex.quote(f'{name}={factor:.6g}')}" for name, factor in self.scale.items()),
+            *(
+                f"--scale {shlex.quote(f'{name}={factor:.6g}')}"
+                for name, factor in self.scale.items()
+            ),
             *(f"--balance {shlex.quote(name)}" for name in self.balance),
             *([f"--no-tail {self.no_tail:.6g}"] if self.no_tail is not None else []),
-            *(f"--tool {shlex.quote(f'{name}={_said(value)}')}" for name, value in self.tools.items()),
+            *(
+                f"--tool {shlex.quote(f'{name}={_said(value)}')}"
+                for name, value in self.tools.items()
+            ),
             *(f"--unblock {shlex.quote(name)}" for name in self.unblock),
             *([f"--replicas {self.replicas}"] if self.replicas is not None else []),
             *([f"--async {self.steps_ahead}"] if self.steps_ahead is not None else []),
         ]
 
     def with_more(self, more: Changes) -> Changes:
-        """Return these changes and more; factors of one stage are multiplied, and other values replaced."""
+        """Return these changes and more; factors of one stage are multiplied,
+        and other values replaced.
+        """
         factors = {name: self.scale.get(name, 1.0) * factor for name, factor in more.scale.items()}
         return msgspec.structs.replace(
             self,
             scale={**self.scale, **factors},
             balance=list(dict.fromkeys((*self.balance, *more.balance))),
             no_tail=self.no_tail if more.no_tail is None else more.no_tail,
-            tools={**self.tools, **{name: self._tool(name, value) for name, value in more.tools.items()}},
+            tools={
+                **self.tools,
+                **{name: self._tool(name, value) for name, value in more.tools.items()},
+            },
             unblock=list(dict.fromkeys((*self.unblock, *more.unblock))),
         )
 
@@ -118,7 +140,11 @@ class Changes(msgspec.Struct, frozen=True):
     @property
     def kernels(self) -> dict[str, float]:
         """Scale factor of kernels, by the pattern of their names."""
-        return {name.removeprefix(KERNEL): by for name, by in self.scale.items() if name.startswith(KERNEL)}
+        return {
+            name.removeprefix(KERNEL): by
+            for name, by in self.scale.items()
+            if name.startswith(KERNEL)
+        }
 
     def assumed(self) -> list[str]:
         """Return a sentence on the assumption of each kind of change."""
@@ -137,7 +163,8 @@ class Baseline:
 
     Attributes:
         graph: The graph.
-        calls: Calls whose duration can be set: by name, the duration (ns) of the call around each segment.
+        calls: Calls whose duration can be set: by name, the duration (ns) of the call around each
+            segment.
         blocked: Segments of loop lag by the name of the call that blocks the event loop.
         balanced: Stages that several workers of a role run at once.
     """
@@ -154,7 +181,9 @@ class Baseline:
             work = () if one.waits else one.calls
             for name, call_ns in reversed(work):
                 calls[tool_name(name)][at] = call_ns
-                if not one.kind.startswith(LOOP_LAG):  # lag is no call, but goes with those that cause it
+                if not one.kind.startswith(
+                    LOOP_LAG
+                ):  # lag is no call, but goes with those that cause it
                     whole.add(tool_name(name))
             if one.kind.startswith(LAG_BY):
                 blocked[tool_name(one.kind.removeprefix(LAG_BY))].append(at)
@@ -191,14 +220,17 @@ class Baseline:
             if left_out & graph.cut:
                 raise ConfigError(
                     "--no-tail",
-                    "the tail began before the step, so not all of it is recorded; capture a step in which "
+                    "the tail began before the step, so not all of it is recorded; capture a "
+                    "step in which "
                     "the rollout begins",
                 )
             after[at] = [one for one in after[at] if one not in left_out]
         return replay(graph, took_ns, delay_ns, after, before_ns)
 
     def _times_ns(self, changes: Changes) -> Iterator[list[int]]:
-        """Return the changed durations of segments, delays before them, and times of carried work."""
+        """Return the changed durations of segments, delays before them,
+        and times of carried work.
+        """
         segments = self.graph.segments
         took, delay = list[float](self._took_ns), list[float](self.graph.delay_ns)
         before = [float(one.before_ns) for one in self.graph.carried]
@@ -206,7 +238,10 @@ class Baseline:
             if stage.startswith(KERNEL):
                 continue
             check_name(
-                "--scale", f"stage {stage!r}", stage, {name for one in segments for name in one.within}
+                "--scale",
+                f"stage {stage!r}",
+                stage,
+                {name for one in segments for name in one.within},
             )
             for at, one in enumerate(segments):
                 if stage in one.within:
@@ -234,12 +269,15 @@ class Baseline:
         return ([round(ns) for ns in column] for column in (took, delay, before))
 
     def hidden_ranks(self, stage: str) -> int:
-        """Return the number of ranks in a stage whose waits for each other are not recorded; else 0.
+        """Return the number of ranks in a stage whose waits for each other are not recorded; else
+        0.
 
         Engines and agent loops do not wait for each other.
         """
         graph = self.graph
-        ranks = {one.who for one in graph.segments if one.part >= 0 and graph.parts[one.part][1] == stage}
+        ranks = {
+            one.who for one in graph.segments if one.part >= 0 and graph.parts[one.part][1] == stage
+        }
         is_hidden = stage not in (ROLLOUT, VALIDATE) and not ranks <= graph.synced | graph.engines
         return len(ranks) if is_hidden else 0
 
@@ -249,7 +287,10 @@ class Baseline:
             took = [call_ns / 1e9 for call_ns in self.calls[tool_name(name)].values()]
             if factor_of(value) is None and not min(took) <= float(value) <= max(took):
                 recorded = f"calls of {name} took {duration(min(took))} to {duration(max(took))}"
-                yield f"extrapolated: {recorded} in the capture, and none took {duration(float(value))}"
+                yield (
+                    f"extrapolated: {recorded} in the capture, and none took "
+                    f"{duration(float(value))}"
+                )
 
 
 def factor_of(value: object) -> float | None:
@@ -287,7 +328,9 @@ def _shares(graph: Graph, stage: str) -> dict[int, float]:
 
     Workers that wait for each other take the mean between their collectives.
     """
-    runs = defaultdict[tuple[str, str, int], dict[int, list[int]]](dict)  # side by side: segments by worker
+    runs = defaultdict[tuple[str, str, int], dict[int, list[int]]](
+        dict
+    )  # side by side: segments by worker
     for at, one in enumerate(graph.segments):
         if one.part >= 0 and graph.parts[one.part][1] == stage:
             runs[graph.parts[one.part]].setdefault(one.part, []).append(at)
@@ -299,7 +342,8 @@ def _shares(graph: Graph, stage: str) -> dict[int, float]:
             phases = [[[at] for at in phase] for phase in zip(*run.values(), strict=True)]
         for phase in phases:
             spans = (
-                [(graph.segments[at].begin_ns, graph.segments[at].end_ns) for at in ats] for ats in phase
+                [(graph.segments[at].begin_ns, graph.segments[at].end_ns) for at in ats]
+                for ats in phase
             )
             worked_ns = [length(spans_of(of_worker)) for of_worker in spans]
             mean_ns = sum(worked_ns) / len(worked_ns)

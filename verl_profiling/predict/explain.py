@@ -1,8 +1,8 @@
 """Explains the difference of two runs: parts of A's steps are replaced by those of B, and replayed.
 
-A part is an outermost stage, or one kind of the time of trajectories and requests. The time of responses is
-two parts: their lengths, and the time per token. Values of A become the values of B with the same rank: the
-median becomes the median, and the longest the longest.
+A part is an outermost stage, or one kind of the time of trajectories and requests. The time of
+responses is two parts: their lengths, and the time per token. Values of A become the values of B
+with the same rank: the median becomes the median, and the longest the longest.
 """
 
 from __future__ import annotations
@@ -46,18 +46,21 @@ _Changes = list[tuple[_Unit, float]]
 
 
 def explain(before: Sequence[Graph], after: Sequence[Graph]) -> dict[str, tuple[float, float]]:
-    """Return how much each part explains of the difference between the median steps, and the noise (s).
+    """Return how much each part explains of the difference between the median steps, and the noise
+    (s).
 
-    The parts are replaced one after the other, first the part with the largest effect alone. Parts that only
-    B has are removed from B. The last value is the unexplained rest, so all add up to the difference. A rest
-    larger than the difference is the only value, as the parts explain nothing.
+    The parts are replaced one after the other, first the part with the largest effect alone. Parts
+    that only B has are removed from B. The last value is the unexplained rest, so all add up to the
+    difference. A rest larger than the difference is the only value, as the parts explain nothing.
 
     Args:
         before: The steps of A, at least one.
         after: The steps of B, at least one.
     """
     sides = (before, after)
-    kinds = joined_causes(*({one.kind for graph in side for one in graph.segments} for side in sides))
+    kinds = joined_causes(
+        *({one.kind for graph in side for one in graph.segments} for side in sides)
+    )
     told = all(
         any(one.request and one.request.response_tokens for graph in side for one in graph.segments)
         for side in sides
@@ -86,9 +89,13 @@ def explain(before: Sequence[Graph], after: Sequence[Graph]) -> dict[str, tuple[
 
 
 def _in_turn(graphs: Sequence[Graph], changes: Mapping[str, _Changes]) -> dict[str, float]:
-    """Return the effect (s) of each part's changes after those before it, the largest alone first."""
+    """Return the effect (s) of each part's changes after those before it,
+    the largest alone first.
+    """
     last_s = median(_spans_s(graphs))
-    alone = {part: abs(median(_spans_s(graphs, change)) - last_s) for part, change in changes.items()}
+    alone = {
+        part: abs(median(_spans_s(graphs, change)) - last_s) for part, change in changes.items()
+    }
     found: dict[str, float] = {}
     done: _Changes = []
     for part in sorted(alone, key=lambda part: -alone[part]):
@@ -97,7 +104,9 @@ def _in_turn(graphs: Sequence[Graph], changes: Mapping[str, _Changes]) -> dict[s
     return found
 
 
-def _noise_s(graphs: Sequence[Graph], units: _Units, recorded_s: Sequence[float], part: str) -> float:
+def _noise_s(
+    graphs: Sequence[Graph], units: _Units, recorded_s: Sequence[float], part: str
+) -> float:
     """Return half the range over the steps of the excess that a part causes in each of them (s)."""
     usual: _Changes = []
     for (name, _), of_part in units.items():
@@ -127,13 +136,20 @@ def _units(graphs: Sequence[Graph], kinds: Mapping[str, str], told: bool) -> _Un
         for at, one in enumerate(graph.segments):
             whose = one.trajectory or one.request
             outside = ROLLOUT if whose else OUTSIDE_STAGES
-            own_kind = WORK if one.kind == BEFORE and not one.trajectory else kinds.get(one.kind, one.kind)
+            own_kind = (
+                WORK if one.kind == BEFORE and not one.trajectory else kinds.get(one.kind, one.kind)
+            )
             if one.waits:
                 continue  # what it waits for is the cause, and a rest without one is unexplained
-            for kind, stages, place in ((own_kind, one.within, at), (DELAY, one.around, at + len(took))):
+            for kind, stages, place in (
+                (own_kind, one.within, at),
+                (DELAY, one.around, at + len(took)),
+            ):
                 stage = stages[0] if stages else outside
                 part = f"{kind} of {stage}" if whose else stage
-                owned[CAPTURE_CALLS if kind == CAPTURE else part, kind, stage, (one.who, whose)].append(place)
+                owned[
+                    CAPTURE_CALLS if kind == CAPTURE else part, kind, stage, (one.who, whose)
+                ].append(place)
         times = np.array(took + graph.delay_ns, float)
         for (part, kind, stage, _), places in owned.items():
             spent = float(times[places].sum())
@@ -151,7 +167,9 @@ def _units(graphs: Sequence[Graph], kinds: Mapping[str, str], told: bool) -> _Un
 
 
 def _replaced(units: Sequence[_Unit], others: Sequence[_Unit]) -> _Changes:
-    """Return the factor that makes each value the other value of the same rank; 0 without other values."""
+    """Return the factor that makes each value the other value of the same rank;
+    0 without other values.
+    """
     values, wanted = (np.array([unit.value for unit in side]) for side in (units, others or units))
     ranks = (values.argsort().argsort() + 0.5) / len(values)
     matched = np.interp(ranks, (np.arange(len(wanted)) + 0.5) / len(wanted), np.sort(wanted))

@@ -1,8 +1,8 @@
 """The graph of a step: segments of time, each with the segments that have to end before it.
 
-A run is a stage, a trajectory or a request. A run that waits for others is divided into segments at the begin
-and the end of each wait, so a wait is no segment: it lasts until the runs that are waited for have ended.
-Time between a segment's begin and the last end before it is the segment's delay.
+A run is a stage, a trajectory or a request. A run that waits for others is divided into segments at
+the begin and the end of each wait, so a wait is no segment: it lasts until the runs that are waited
+for have ended. Time between a segment's begin and the last end before it is the segment's delay.
 
 ==================================== ================================================ ========
 edge                                 evidence                                         recorded
@@ -63,12 +63,15 @@ NEXT_POLL = "until the next poll"
 """The kind of a segment that ends when the loop looks again for what it waits for."""
 _MOST_COLLECTIVES = 5_000  # calls with the longest waits
 _LAUNCHES = "c10d::"  # names of host calls that launch a collective
-_HIDDEN = 0.5  # a collective of which more than this share is beside computation keeps nobody waiting
+# a collective of which more than this share is beside computation keeps nobody waiting
+_HIDDEN = 0.5
 
 _SAME_NAME = "a stage of the loop waits for the stages of workers with its name"
 _INSIDE = "a stage of the loop waits for the stages of workers inside it"
 _OUTSIDE = "outside stages, the loop waits for workers"
-_STEADY = "a rollout that began in the last step began as late in it as the next one does in this step"
+_STEADY = (
+    "a rollout that began in the last step began as late in it as the next one does in this step"
+)
 _AWAITED = "a stage wait:NAME waits for the stage NAME that ends in it"
 _ROLLOUT = "a rollout waits for the trajectories and requests that end in it"
 
@@ -80,8 +83,8 @@ class Segment:
     """A time in which a process, a trajectory or a request does one thing.
 
     Attributes:
-        kind: ``own code`` of the loop, ``capture`` of the step, ``work`` of a worker, the collective, part of
-            a request, or cause of a trajectory's time.
+        kind: ``own code`` of the loop, ``capture`` of the step, ``work`` of a worker, the
+            collective, part of a request, or cause of a trajectory's time.
         begin_ns: Begin.
         end_ns: End.
         who: Lane, worker, or the loop.
@@ -89,13 +92,13 @@ class Segment:
         around: Stages around the delay before the segment.
         after: Numbers of the segments that end before this segment begins.
         trajectory: Group and sample of the trajectory.
-        calls: Name and duration (ns) of each call around the segment, the outermost first. Absent are calls
-            that began before the step.
+        calls: Name and duration (ns) of each call around the segment, the outermost first. Absent
+            are calls that began before the step.
         part: Number in :attr:`Graph.parts`, or -1.
         capture_ns: Time of the capture itself in a segment of the loop.
         request: The request that the segment is a part of.
-        queue: Engine that serves such segments one at a time, or limit with a slot for each, first come first
-            served; empty for others.
+        queue: Engine that serves such segments one at a time, or limit with a slot for each, first
+            come first served; empty for others.
         releases: Queues that get a free slot at the end of the segment.
     """
 
@@ -131,7 +134,8 @@ class Segment:
 
 
 class Carried(NamedTuple):
-    """Work that began in the last step, like other work that begins in this step and goes on in the next.
+    """Work that began in the last step, like other work that begins in this step and goes on in the
+    next.
 
     Attributes:
         segment: Number of the segment with the rest of the work.
@@ -214,7 +218,9 @@ class _Run:
             return
         parts: list[_Run | Segment] = [self, *self.pieces]
         for one in parts:
-            one.begin_ns, one.end_ns = (min(max(ns, begin_ns), end_ns) for ns in (one.begin_ns, one.end_ns))
+            one.begin_ns, one.end_ns = (
+                min(max(ns, begin_ns), end_ns) for ns in (one.begin_ns, one.end_ns)
+            )
         for run in self.inner:
             run.clip(begin_ns, end_ns)
 
@@ -231,10 +237,12 @@ class Graph:
         order: Numbers of the segments, each after those in its ``after``.
         delay_ns: Time between each segment's begin and the last end before it.
         slots: Number of slots of each queue; by default one.
-        behind: Numbers of segments that were ready before another one entered their queue, each with the
-            number of the other one.
-        parts: Role, stage and number of the run in its process, of each ``part``: the same for all ranks.
-        tails: Number of a segment, and those of a rollout's trajectories or requests that it waits for.
+        behind: Numbers of segments that were ready before another one entered their queue, each
+            with the number of the other one.
+        parts: Role, stage and number of the run in its process, of each ``part``: the same for all
+            ranks.
+        tails: Number of a segment, and those of a rollout's trajectories or requests that it waits
+            for.
         idle: Time in which all lanes of a process were idle, by process.
         carried: Work that began in the last step.
         polls: The polls with which a segment ends, by its number.
@@ -274,14 +282,20 @@ class Graph:
         """Return the graph with each period of polling times the factor of its segment."""
         polls = self.polls.items()
         periods_ns = {at: round(poll.period_ns * factors[at]) for at, poll in polls}
-        return replace(self, polls={at: poll._replace(period_ns=periods_ns[at]) for at, poll in polls})
+        return replace(
+            self, polls={at: poll._replace(period_ns=periods_ns[at]) for at, poll in polls}
+        )
 
     def close(self) -> None:
         """Set order and delays, once all segments are there."""
         found = self.segments
-        self.order = sorted(range(len(found)), key=lambda at: (found[at].begin_ns, found[at].end_ns, at))
+        self.order = sorted(
+            range(len(found)), key=lambda at: (found[at].begin_ns, found[at].end_ns, at)
+        )
         self.delay_ns, self.behind = [0] * len(found), {}
-        last: dict[str, tuple[int, int]] = {}  # of each queue: the segment that entered last, and when
+        last: dict[
+            str, tuple[int, int]
+        ] = {}  # of each queue: the segment that entered last, and when
         released = defaultdict[str, list[int]](list)
         entered: Counter[str] = Counter()
         end_ns = [one.end_ns for one in found].__getitem__
@@ -318,7 +332,10 @@ def graph_of(content: Content) -> Graph:
     runs = list(chain.from_iterable(of_workers.values()))
     loop.call(runs)
     limits = list(limits_of(records, content.pieces))
-    rollouts = [*_trajectories(records, content.pieces, served, limits), *_requests(step, served.values())]
+    rollouts = [
+        *_trajectories(records, content.pieces, served, limits),
+        *_requests(step, served.values()),
+    ]
     loop.roll_out(of_workers, rollouts)
     later = [run.begin_ns for run in runs if run.name == ROLLOUT and run.end_ns >= step.end_ns]
     later += [one.begin_ns for one in records.trajectories if one.cut_end]
@@ -330,7 +347,9 @@ def graph_of(content: Content) -> Graph:
     _add_polls(graph, polled)
     _add_carried(builder, loop.root, carried)
     graph.cut = {run.exit for run in rollouts if run.is_cut}
-    goes_on = any(ns < step.end_ns for ns in later) or any(run.end_ns >= step.end_ns for run in rollouts)
+    goes_on = any(ns < step.end_ns for ns in later) or any(
+        run.end_ns >= step.end_ns for run in rollouts
+    )
     graph.whole = not (goes_on or graph.carried or graph.unknown)
     _add_waits(graph, limits)
     graph.close()
@@ -344,7 +363,9 @@ def _process_of(step: Step) -> Callable[[Lane], str]:
 
 
 def _add_lanes(graph: Graph, step: Step, workers: int) -> None:
-    """Add the number of lanes, the idle time of each process, and the processes whose waits are recorded."""
+    """Add the number of lanes, the idle time of each process,
+    and the processes whose waits are recorded.
+    """
     devices = numbers.shared_devices(step)
     on_device = [lanes for lanes in devices if lanes[0].on_device]
     graph.lanes, graph.on_device = len(on_device or devices) or workers, bool(on_device)
@@ -365,13 +386,19 @@ def _add_polls(graph: Graph, polled: Iterable[tuple[_Run, int, int]]) -> None:
         graph.segments[run.entry].kind = NEXT_POLL
 
 
-def _add_carried(builder: _Builder, root: _Run, carried: Iterable[tuple[list[_Run], _Run, _Run]]) -> None:
+def _add_carried(
+    builder: _Builder, root: _Run, carried: Iterable[tuple[list[_Run], _Run, _Run]]
+) -> None:
     """Let the work of the last step end as the next work of this step will."""
     for early, mark, stage in carried:
         for work in early:
-            builder.graph.carried.append(Carried(work.entry, mark.exit, root.end_ns - mark.begin_ns))
+            builder.graph.carried.append(
+                Carried(work.entry, mark.exit, root.end_ns - mark.begin_ns)
+            )
             builder.link(work.exit, stage.entry)  # if the work ended before the step
-        builder.graph.segments[mark.entry].after.append(stage.exit)  # the next work begins after this one
+        builder.graph.segments[mark.entry].after.append(
+            stage.exit
+        )  # the next work begins after this one
 
 
 def _add_waits(graph: Graph, limits: Iterable[Limit]) -> None:
@@ -383,12 +410,18 @@ def _add_waits(graph: Graph, limits: Iterable[Limit]) -> None:
         graph.assumed[rule] += len(limit.holds)
     for one in graph.segments:
         if one.waits:
-            graph.assumed[f"what {one.kind} waits for is not known, so it takes as long as before"] += 1
+            graph.assumed[
+                f"what {one.kind} waits for is not known, so it takes as long as before"
+            ] += 1
 
 
 def _mark_capture(graph: Graph, step: Step, who: str) -> None:
     """Set the time of the capture itself in the segments of the loop."""
-    own = [one for one in graph.segments if one.who == who and one.kind in (OWN, WORK) and not one.trajectory]
+    own = [
+        one
+        for one in graph.segments
+        if one.who == who and one.kind in (OWN, WORK) and not one.trajectory
+    ]
     spans = np.array([(one.begin_ns, one.end_ns) for one in own], np.int64).reshape(-1, 2)
     for one, capture_ns in zip(own, overlaps(spans, capture_time(step)).tolist(), strict=True):
         one.capture_ns = capture_ns
@@ -416,7 +449,9 @@ class _Loop:
         self.stages = list(_stages(who, role, step.stages, self.root))
         self.loose = list[_Run]()
         self._graph = graph
-        self._error_ns = max((clock.error_ns for clock in manifest.clocks), default=0) if manifest else 0
+        self._error_ns = (
+            max((clock.error_ns for clock in manifest.clocks), default=0) if manifest else 0
+        )
         self._wait_by_name()
         ended = [run for run in self.root.waits if run.end_ns < step.end_ns]
         # Stages that go on when the step ends, beside stages that the step waits for.
@@ -440,7 +475,9 @@ class _Loop:
                 self._graph.assumed[_AWAITED] += 1
 
     def runs_of_workers(self, step: Step) -> dict[str, list[_Run]]:
-        """Return the outermost stages by worker; whole ranks of the loop's program are called by nobody."""
+        """Return the outermost stages by worker;
+        whole ranks of the loop's program are called by nobody.
+        """
         of_workers = dict[str, list[_Run]]()
         for worker in step.workers:
             if worker in self._workers:
@@ -460,7 +497,9 @@ class _Loop:
         return of_workers
 
     def call(self, runs: Iterable[_Run]) -> None:
-        """Let stages call and wait for the runs of workers: those of their name, then those inside them."""
+        """Let stages call and wait for the runs of workers: those of their name,
+        then those inside them.
+        """
         named = defaultdict[str, list[_Run]](list)
         for stage in self.stages:
             named[stage.name].append(stage)
@@ -485,8 +524,12 @@ class _Loop:
         waiting = [stage for stage in self.stages if stage.name == WAIT + ROLLOUT]
         waiting = [stage for stage in waiting if all(one.name != ROLLOUT for one in stage.waits)]
         for run in runs:
-            homes = [stage for stage in of_workers.get(run.who, ()) if stage.holds(run, self._error_ns)]
-            homes = homes or [stage for stage in rollouts if run.ends_in(stage)] or self._around(run)
+            homes = [
+                stage for stage in of_workers.get(run.who, ()) if stage.holds(run, self._error_ns)
+            ]
+            homes = (
+                homes or [stage for stage in rollouts if run.ends_in(stage)] or self._around(run)
+            )
             if run.end_ns >= self.root.end_ns or (not homes and self._is_beside(run)):
                 self.loose.append(run)
                 continue
@@ -497,13 +540,19 @@ class _Loop:
 
     def _around(self, run: _Run) -> list[_Run]:
         """Return the stages around a run that have no stage of a worker with their name."""
-        return [stage for stage in self.stages if stage.holds(run, self._error_ns) and not stage.called]
+        return [
+            stage for stage in self.stages if stage.holds(run, self._error_ns) and not stage.called
+        ]
 
     def _is_beside(self, run: _Run) -> bool:
-        return any(stage.begin_ns < run.end_ns and run.begin_ns < stage.end_ns for stage in self.stages)
+        return any(
+            stage.begin_ns < run.end_ns and run.begin_ns < stage.end_ns for stage in self.stages
+        )
 
     def _join(self, run: _Run, homes: Sequence[_Run], rule: str) -> _Run:
-        """Let the shortest stage, else the step, wait for a run; return it. It calls runs inside."""
+        """Let the shortest stage, else the step, wait for a run; return it.
+        It calls runs inside.
+        """
         home = min(homes, key=lambda stage: stage.end_ns - stage.begin_ns, default=self.root)
         self._graph.assumed[rule] += 1
         home.waits.append(run)
@@ -516,7 +565,8 @@ class _Loop:
         return home
 
     def carried(self, later: Sequence[int]) -> list[tuple[list[_Run], _Run, _Run]]:
-        """Return the work that began in the last step, like work that begins in this step and goes on.
+        """Return the work that began in the last step, like work that begins in this step and goes
+        on.
 
         Args:
             later: Begins of work that goes on after the step.
@@ -527,20 +577,31 @@ class _Loop:
         carried = list(self._ended(later)) or list(self._going_on(later))
         for early, mark, _ in carried:
             self._graph.assumed[_STEADY] += 1
-            self.loose += [mark, *(work for work in early if work.who == ROLLOUT)]  # the others are there
+            self.loose += [
+                mark,
+                *(work for work in early if work.who == ROLLOUT),
+            ]  # the others are there
         return carried
 
     def _ended(self, later: Sequence[int]) -> Iterator[tuple[list[_Run], _Run, _Run]]:
         """Yield the work for which a rollout waits that ends in the step."""
         root = self.root
         for stage in self.stages:
-            early = [one for one in stage.waits if one.begin_ns <= root.begin_ns and one.who != root.who]
+            early = [
+                one for one in stage.waits if one.begin_ns <= root.begin_ns and one.who != root.who
+            ]
             if stage.name != ROLLOUT or stage in self._beside or (stage.waits and not early):
                 continue
             next_ns = min((ns for ns in later if ns >= stage.end_ns), default=root.end_ns)
             if next_ns == root.end_ns:
-                waits = "waits for work that began before the step" if early else "waits for nothing recorded"
-                sentence = f"{stage.name} {waits}, so a change is not applied to all that it waits for"
+                waits = (
+                    "waits for work that began before the step"
+                    if early
+                    else "waits for nothing recorded"
+                )
+                sentence = (
+                    f"{stage.name} {waits}, so a change is not applied to all that it waits for"
+                )
                 self._graph.unknown.append(sentence)
                 continue
             if not early:
@@ -558,7 +619,11 @@ class _Loop:
             waiting = [one for one in waits if one.end_ns <= stage.begin_ns]
             if waiting and stage.waits and not later:
                 early_ns = root.end_ns - max(one.end_ns for one in stage.waits)
-                yield [_before(root, root.begin_ns - early_ns)], _mark(root, stage.begin_ns), waiting[-1]
+                yield (
+                    [_before(root, root.begin_ns - early_ns)],
+                    _mark(root, stage.begin_ns),
+                    waiting[-1],
+                )
             else:
                 sentence = "rollout goes on after the step, so a change is not applied to all of it"
                 self._graph.unknown.append(sentence)
@@ -584,7 +649,9 @@ def _stages(who: str, role: str, spans: Iterable[StageSpan], around: _Run) -> It
         stack = opened[row]
         while stack and stack[-1].end_ns < run.end_ns:
             stack.pop()
-        if run.end_ns > run.begin_ns and len(stack) < MOST_NESTED:  # else its time is of the stage around
+        if (
+            run.end_ns > run.begin_ns and len(stack) < MOST_NESTED
+        ):  # else its time is of the stage around
             parent = stack[-1] if stack else around
             parent.inner.append(run)
             parent.waits.append(run)
@@ -593,7 +660,8 @@ def _stages(who: str, role: str, spans: Iterable[StageSpan], around: _Run) -> It
 
 
 def _polled(stage: _Run) -> Iterator[tuple[_Run, int, int]]:
-    """Let a stage that polls wait for the others, and then for the next poll, in place of all its polls.
+    """Let a stage that polls wait for the others, and then for the next poll, in place of all its
+    polls.
 
     Yields:
         The wait for the next poll, the begin of the first period (ns), and the period (ns).
@@ -615,7 +683,8 @@ def _polled(stage: _Run) -> Iterator[tuple[_Run, int, int]]:
 
 
 def _queued(records: Records, served: Mapping[int, Request]) -> dict[int, int]:
-    """Return when the request before ended, by a request's span, for engines that serve one at a time.
+    """Return when the request before ended, by a request's span, for engines that serve one at a
+    time.
 
     Such an engine never served two requests at once, though one was sent before another one began.
     """
@@ -626,7 +695,9 @@ def _queued(records: Records, served: Mapping[int, Request]) -> dict[int, int]:
     for served_here in engines.values():
         pairs = list(pairwise(sorted(served_here)))
         apart = all(end_ns <= begin_ns for (_, end_ns, _), (begin_ns, _, _) in pairs)
-        if apart and any(records.spans.begin[span] < begin_ns for (begin_ns, _, _), (_, _, span) in pairs):
+        if apart and any(
+            records.spans.begin[span] < begin_ns for (begin_ns, _, _), (_, _, span) in pairs
+        ):
             found |= {span: 0 for *_, span in served_here}
             found |= {span: end_ns for (_, end_ns, _), (*_, span) in pairs}
     return found
@@ -638,19 +709,25 @@ def _slot_of(limit: Limit, number: int) -> str:
 
 
 def _acquired(found: Sequence[Segment], holds: Sequence[tuple[str, str, Hold]]) -> list[Segment]:
-    """Return the parts of a trajectory with instants in place of waits for a slot, and what releases it.
+    """Return the parts of a trajectory with instants in place of waits for a slot, and what
+    releases it.
 
-    A slot may be released when another one is acquired, so the instants are added before the releases.
+    A slot may be released when another one is acquired, so the instants are added before the
+    releases.
 
     Args:
         found: The parts.
         holds: Name and queue of each slot that the trajectory held.
     """
-    acquires = [Segment(name, hold.begin_ns, hold.begin_ns, queue=queue) for name, queue, hold in holds]
+    acquires = [
+        Segment(name, hold.begin_ns, hold.begin_ns, queue=queue) for name, queue, hold in holds
+    ]
     waits = sorted((hold.since_ns, hold.begin_ns) for _, _, hold in holds)
     until_ns = [0, *accumulate((end_ns for _, end_ns in waits), max)]  # end of the first waits
     begun = [bisect_left(waits, (part.begin_ns + 1,)) for part in found]
-    parts = [part for part, place in zip(found, begun, strict=True) if until_ns[place] < part.end_ns]
+    parts = [
+        part for part, place in zip(found, begun, strict=True) if until_ns[place] < part.end_ns
+    ]
     by_end = sorted([*acquires, *parts], key=_end_of)
     for _, queue, hold in holds:
         last = by_end[bisect_right(by_end, hold.end_ns, key=_end_of) - 1]
@@ -673,7 +750,9 @@ class _Parts:
     def __init__(self, records: Records, served: Mapping[int, Request]) -> None:
         self._records, self._served = records, served
         self._queued = _queued(records, served)
-        self._around: list[list[tuple[int, tuple[str, int]]]] = []  # end and call of each span and all around
+        self._around: list[
+            list[tuple[int, tuple[str, int]]]
+        ] = []  # end and call of each span and all around
         took, spans = defaultdict[str, list[int]](list), records.spans
         for owner, name, begin, end, parent in _rows(
             spans.trajectory, spans.name, spans.begin, spans.end, spans.parent
@@ -690,7 +769,9 @@ class _Parts:
             self._blocks[loop].append((begin, what))
 
     def _called(self, begin: int, end: int, cause: int, loop: int, span: int) -> tuple[str, _Calls]:
-        """Return the kind of a time, and the calls around it; loop lag is part of the call that blocks."""
+        """Return the kind of a time, and the calls around it;
+        loop lag is part of the call that blocks.
+        """
         kind, own_calls = self._records.names[cause], self._around[span] if span >= 0 else []
         if kind == LOOP_LAG and (place := bisect_left(self._blocks[loop], (end,))):
             blocker = self._records.blockers[self._blocks[loop][place - 1][1]][1]
@@ -705,7 +786,11 @@ class _Parts:
             kind, calls = self._called(begin, end, cause, loop, span)
             request = self._served.get(span)
             segment = Segment(kind, begin, end, calls=calls, request=request)
-            if request is None or span not in self._queued or kind.startswith((LOOP_LAG, FROM_THE_ENGINE)):
+            if (
+                request is None
+                or span not in self._queued
+                or kind.startswith((LOOP_LAG, FROM_THE_ENGINE))
+            ):
                 found.append(segment)
             elif kind not in (TO_THE_ENGINE, "queued"):
                 if found and found[-1].queue and found[-1].end_ns == begin:
@@ -749,7 +834,9 @@ def _requests(step: Step, served: Iterable[Request]) -> Iterator[_Run]:
         for one in worker.requests:
             if id(one) not in known and one.end_ns > step.begin_ns:
                 pieces = [Segment(*part, request=one) for part in one.parts()]
-                run = _Run(worker.name, worker.identity.role, "", one.begin_ns, one.end_ns, pieces=pieces)
+                run = _Run(
+                    worker.name, worker.identity.role, "", one.begin_ns, one.end_ns, pieces=pieces
+                )
                 run.is_cut = one.begin_ns < step.begin_ns
                 run.clip(step.begin_ns, step.end_ns)
                 yield run
@@ -764,7 +851,9 @@ class _Builder:
         name_of: Function that returns the process of a lane.
     """
 
-    def __init__(self, graph: Graph, calls: Iterable[Calls], name_of: Callable[[Lane], str]) -> None:
+    def __init__(
+        self, graph: Graph, calls: Iterable[Calls], name_of: Callable[[Lane], str]
+    ) -> None:
         self.graph = graph
         self.runs: list[_Run] = []
         self.joins: list[tuple[int, _Run]] = []
@@ -792,7 +881,11 @@ class _Builder:
         graph.last = root.exit
         ends = sorted((one.end_ns, at) for at, one in enumerate(found) if one.who == root.who)
         for run in loose:
-            place = bisect_right(ends, (run.begin_ns, len(found))) if run.begin_ns > root.begin_ns else 0
+            place = (
+                bisect_right(ends, (run.begin_ns, len(found)))
+                if run.begin_ns > root.begin_ns
+                else 0
+            )
             self.add(run, ends[place - 1][1] if place else -1, run.around, -1)
         last: dict[object, int] = {}
         for run in sorted(self.runs, key=lambda run: (run.begin_ns, run.end_ns)):
@@ -840,7 +933,9 @@ class _Builder:
             self.joins += [(first, one) for one in waited]
             waited = following
             while place < len(inner) and inner[place].begin_ns < end_ns:
-                self.add(inner[place], last if inner[place].begin_ns >= begin_ns else at, within, part)
+                self.add(
+                    inner[place], last if inner[place].begin_ns >= begin_ns else at, within, part
+                )
                 place += 1
             at, now_ns, around = last, end_ns, within
         run.exit = at
@@ -873,7 +968,9 @@ class _Builder:
             numbers.append(self._new(one, before))
             if number not in self.joined:
                 who, name, arrived_ns, free_ns = self._collectives[number]
-                self.joined[number] = self._new(Segment(name, arrived_ns, free_ns, who, within, within), -1)
+                self.joined[number] = self._new(
+                    Segment(name, arrived_ns, free_ns, who, within, within), -1
+                )
             before, begin_ns, around = self.joined[number], left_ns, within
             found[before].after.append(numbers[-1])
         one = Segment(kind, begin_ns, end_ns, run.who, within, around, part=part)
@@ -881,7 +978,9 @@ class _Builder:
         return numbers[0], numbers[-1]
 
     def _add_pieces(self, run: _Run, caller: int, around: tuple[str, ...], part: int) -> None:
-        """Add the parts of a trajectory or a request; a part follows the last part that ended before it."""
+        """Add the parts of a trajectory or a request;
+        a part follows the last part that ended before it.
+        """
         ends: list[tuple[int, int]] = []
         begun = len(self.graph.segments)
         for one in sorted(run.pieces, key=lambda piece: (piece.begin_ns, piece.end_ns)):
@@ -928,8 +1027,8 @@ def _waited_for(
 ) -> Iterator[tuple[list[str], str, NDArray[np.int64]]]:
     """Yield the calls of collectives in which processes wait for each other.
 
-    Left out are calls beside computation on a device, calls that only launch, and calls that a rank leaves
-    before another one enters, by the clocks.
+    Left out are calls beside computation on a device, calls that only launch, and calls that a rank
+    leaves before another one enters, by the clocks.
 
     Yields:
         The processes, the name, and begin and end (ns) in each process.

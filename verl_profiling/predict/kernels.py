@@ -1,7 +1,8 @@
-"""Predictions of a step whose kernels take another time: the calls and the kernels of each trace, replayed.
+"""Predictions of a step whose kernels take another time: the calls and the kernels of each trace,
+replayed.
 
-A trace is a graph of its own. A node is an instant of a thread of the host, or work of a device: a kernel or
-a copy.
+A trace is a graph of its own. A node is an instant of a thread of the host, or work of a device: a
+kernel or a copy.
 
 ==================================== ====================================================== ========
 a node                               follows                                                recorded
@@ -14,7 +15,8 @@ launch into a full queue             the work that leaves the queue             
 call of a thread that was idle       the last call of another thread                        assumed
 ==================================== ====================================================== ========
 
-The recorded time between a node and what it follows stays. So host code, latencies and gaps keep their time.
+The recorded time between a node and what it follows stays. So host code, latencies and gaps keep
+their time.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ _TURNS = "a thread that was idle follows the last call of another thread"
 
 
 class _Found(NamedTuple):
-    """A trace after the change: durations (ns), time of each kernel, other names, and assumptions."""
+    """A trace after the change: durations (ns), time of each kernel, other names,
+    and assumptions.
+    """
 
     took_ns: list[int]
     kernels: Counter[str]
@@ -79,7 +83,9 @@ class _Found(NamedTuple):
 
 
 class _Event(NamedTuple):
-    """A call in a thread, or work on a stream; the row is the process or device, and its thread or stream."""
+    """A call in a thread, or work on a stream; the row is the process or device,
+    and its thread or stream.
+    """
 
     row: _Row
     begin_ns: int
@@ -90,7 +96,9 @@ class _Event(NamedTuple):
 
 
 class _Content(NamedTuple):
-    """Content of a trace; ``waits`` has what is recorded of a wait, by the correlation of its call."""
+    """Content of a trace; ``waits`` has what is recorded of a wait,
+    by the correlation of its call.
+    """
 
     works: list[_Event]
     calls: list[_Event]
@@ -102,7 +110,8 @@ class _Content(NamedTuple):
 def with_kernels(
     inputs: StepInputs, graph: Graph, factors: Mapping[str, float]
 ) -> tuple[dict[int, int], list[str]]:
-    """Return the duration (ns) of segments with faster or slower kernels, by number, and what is assumed.
+    """Return the duration (ns) of segments with faster or slower kernels, by number, and what is
+    assumed.
 
     Args:
         inputs: The step; each call reads its traces.
@@ -130,8 +139,12 @@ def with_kernels(
             longer_ns[at][source.lane] += took_ns - segments[at].recorded_ns
     _check(factors, read)
     assumed = sum((found.assumed for found in read), Counter[str]())
-    assumed[_WITHOUT_LAUNCHES] = sum(bool(found.kernels) and not found.has_launches for found in read)
-    timed_ns = {at: max(segments[at].recorded_ns + max(of.values()), 0) for at, of in longer_ns.items()}
+    assumed[_WITHOUT_LAUNCHES] = sum(
+        bool(found.kernels) and not found.has_launches for found in read
+    )
+    timed_ns = {
+        at: max(segments[at].recorded_ns + max(of.values()), 0) for at, of in longer_ns.items()
+    }
     return timed_ns, [f"{rule} ({many:,})" for rule, many in assumed.items() if many]
 
 
@@ -147,7 +160,9 @@ def _runs_in(one: Segment, source: Source) -> bool:
 def _check(factors: Mapping[str, float], read: Sequence[_Found]) -> None:
     replayed = [found for found in read if found.has_launches]
     if not replayed:
-        there = ", ".join(sorted(set().union(*(found.categories for found in read)) - {"", "Trace"}))
+        there = ", ".join(
+            sorted(set().union(*(found.categories for found in read)) - {"", "Trace"})
+        )
         needed = "the step has no kernels with their launches: capture with the tool torch on a GPU"
         raise ConfigError("--scale", f"{needed} (the traces have {there or 'nothing'})")
     kernels = sum((found.kernels for found in replayed), Counter[str]())
@@ -156,10 +171,15 @@ def _check(factors: Mapping[str, float], read: Sequence[_Found]) -> None:
         if any(_matches(name, pattern) for name in kernels):
             continue
         if any(_matches(name, pattern) for name in collectives):
-            raise ConfigError("--scale", f"{pattern!r} matches collectives: their waits cannot be scaled")
+            raise ConfigError(
+                "--scale", f"{pattern!r} matches collectives: their waits cannot be scaled"
+            )
         names = [kinds.own_name(name) for name, _ in kernels.most_common()]
         close = get_close_matches(pattern.strip("*?"), names, _MOST_NAMES, _CLOSE)
-        hint = f"{'close names' if close else 'the longest'}: {', '.join(close or names[:_MOST_NAMES])}"
+        hint = (
+            f"{'close names' if close else 'the longest'}: "
+            f"{', '.join(close or names[:_MOST_NAMES])}"
+        )
         raise ConfigError("--scale", f"no kernel of the step matches {pattern!r}; {hint}")
 
 
@@ -176,7 +196,9 @@ def _read(source: Source, limits: Limits, communication: tuple[str, ...]) -> _Co
         timed = [event for event in events if event.ph == "X" and event.ts is not None]
         spans = to_spans(timed, trace.base_ns - source.offset_ns)
         on_host: defaultdict[_Row, list[int]] = defaultdict(list)
-        for place, (event, (begin_ns, end_ns)) in enumerate(zip(timed, spans.tolist(), strict=True)):
+        for place, (event, (begin_ns, end_ns)) in enumerate(
+            zip(timed, spans.tolist(), strict=True)
+        ):
             kind, row = kind_of(event.cat, event.name), (event.pid, event.tid)
             found.categories.add(event.cat)
             if kind in (kinds.HOST, kinds.HOST_COMMUNICATION):
@@ -196,7 +218,11 @@ def _read(source: Source, limits: Limits, communication: tuple[str, ...]) -> _Co
 
 
 def _replayed(
-    source: Source, limits: Limits, communication: tuple[str, ...], factors: dict[str, float], times: _Times
+    source: Source,
+    limits: Limits,
+    communication: tuple[str, ...],
+    factors: dict[str, float],
+    times: _Times,
 ) -> _Found:
     """Return a trace after the change.
 
@@ -205,8 +231,8 @@ def _replayed(
         limits: How much of it is read.
         communication: Regular expressions of further communication kernels.
         factors: Factor of the time of kernels, by a pattern of their names.
-        times: Begin and end (ns) of segments. If work of the device begins or ends at one of these times, the
-            time moves with it. All others move with the host.
+        times: Begin and end (ns) of segments. If work of the device begins or ends at one of these
+            times, the time moves with it. All others move with the host.
     """
     content = _read(source, limits, communication)
     works, kernels, collectives = content.works, Counter[str](), Counter[str]()
@@ -231,13 +257,17 @@ def _replayed(
             instants.append(node.begin_ns)
             moved_ns.append(new_ns - node.begin_ns)
     by_end = sorted((one.end_ns, ns) for one, ns in ends.items() if one.kind in _WORKS)
-    ended = dict(zip((ns for ns, _ in by_end), accumulate((ns for _, ns in by_end), max), strict=True))
+    ended = dict(
+        zip((ns for ns, _ in by_end), accumulate((ns for _, ns in by_end), max), strict=True)
+    )
 
     def new(at_ns: int, first: dict[int, int], second: dict[int, int]) -> int:
         with_host = at_ns + moved_ns[bisect_right(instants, at_ns) - 1]
         return first.get(at_ns, second.get(at_ns, with_host))
 
-    took_ns = [new(end_ns, begun, ended) - new(begin_ns, ended, begun) for begin_ns, end_ns in times]
+    took_ns = [
+        new(end_ns, begun, ended) - new(begin_ns, ended, begun) for begin_ns, end_ns in times
+    ]
     return _Found(took_ns, kernels, set(collectives), content.categories, bool(after), assumed)
 
 
@@ -257,8 +287,12 @@ class _Order:
         self._content = content
         self._works = content.works
         self._assumed = assumed
-        self._call_of = {one.correlation: one for one in reversed(content.calls) if one.correlation >= 0}
-        self._started = defaultdict[int, list[int]](list)  # numbers of works by the correlation of the call
+        self._call_of = {
+            one.correlation: one for one in reversed(content.calls) if one.correlation >= 0
+        }
+        self._started = defaultdict[int, list[int]](
+            list
+        )  # numbers of works by the correlation of the call
         self._streams: dict[_Row, tuple[int, list[int], list[int]]] = {}
         launches = dict[int, _Event]()
         for at, work in enumerate(self._works):
@@ -280,7 +314,9 @@ class _Order:
         return node
 
     def _follow_streams(self, launches: Mapping[int, _Event]) -> None:
-        """Let works follow each other; keep the first, all launches and all ends so far of each stream."""
+        """Let works follow each other; keep the first,
+        all launches and all ends so far of each stream.
+        """
         works = self._works
         for row, numbers in groupby(range(len(works)), lambda at: works[at].row):
             mine = list(numbers)
@@ -328,13 +364,18 @@ class _Order:
             if work.kind == kinds.MEMORY and work.end_ns < call.end_ns:
                 waited.append(work)
             left = at - _QUEUE  # the work that leaves the queue
-            if left >= self._streams[work.row][0] and call.begin_ns < self._works[left].end_ns < call.end_ns:
+            if (
+                left >= self._streams[work.row][0]
+                and call.begin_ns < self._works[left].end_ns < call.end_ns
+            ):
                 waited.append(self._works[left])
                 self._assumed[_FULL] += 1
         return waited + self._last(call, call.end_ns) if "Synchronize" in call.name else waited
 
     def _last(self, call: _Event, until_ns: int, own: _Row | None = None) -> list[_Event]:
-        """Return the works before ``until_ns`` that a call waits for; ``own`` is the stream that waits."""
+        """Return the works before ``until_ns`` that a call waits for;
+        ``own`` is the stream that waits.
+        """
         said = self._content.waits.get(call.correlation, {})
         named = (said.get("pid"), said.get("wait_on_stream", said.get("stream")))
         record = self._call_of.get(said.get("wait_on_cuda_event_record_corr_id", -1), call)
@@ -357,13 +398,17 @@ class _Order:
             self.after[self._instant(*begin)].append((self._instant(*end), 0))
             self._assumed[_TURNS] += 1
         instants = [node for node in self.after if node.kind not in _WORKS]
-        for earlier, node in pairwise(sorted(instants, key=lambda node: (str(node.row), node.begin_ns))):
+        for earlier, node in pairwise(
+            sorted(instants, key=lambda node: (str(node.row), node.begin_ns))
+        ):
             if earlier.row == node.row:
                 self.after[node].append((earlier, 0))
 
 
 def _turns(active: Mapping[_Row, Spans]) -> Iterator[tuple[tuple[_Row, int], tuple[_Row, int]]]:
-    """Yield hand-overs between threads: the end of a call, and the begin of one in a thread that was idle."""
+    """Yield hand-overs between threads: the end of a call,
+    and the begin of one in a thread that was idle.
+    """
     for row, spans in active.items():
         idle_ns = _NEVER
         for begin_ns, end_ns in spans.tolist():

@@ -1,9 +1,10 @@
 """Limits of concurrency: which release gave a trajectory the slot that it waited for.
 
-A trajectory waits in a span ``wait:NAME``, or in its own code before a call that others are in. A limit of n
-slots explains the waits if the nth last release before each acquire came just before it. So for each way in
-which a slot may be held (until the end of a later span, of the span around the wait, or of the trajectory),
-the least number of slots is computed that all holders need, and the share of the waits that it explains.
+A trajectory waits in a span ``wait:NAME``, or in its own code before a call that others are in. A
+limit of n slots explains the waits if the nth last release before each acquire came just before it.
+So for each way in which a slot may be held (until the end of a later span, of the span around the
+wait, or of the trajectory), the least number of slots is computed that all holders need, and the
+share of the waits that it explains.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from verl_profiling.report.intervals import Ints
 from verl_profiling.report.records import OWN_CODE, Pieces, Records
 from verl_profiling.trajectory_log import NO_SPAN
 
-_ERROR_NS = (
-    1_000_000  # a span of the holder may end this much after the next acquire: both are tasks of a loop
-)
-_LEAST_SHARE = 0.9  # of the waits that a limit explains; waits for anything else are explained by chance only
+# a span of the holder may end this much after the next acquire: both are tasks of a loop
+_ERROR_NS = 1_000_000
+# of the waits that a limit explains; waits for anything else are explained by chance only
+_LEAST_SHARE = 0.9
 _LEAST_WAITS = 3  # fewer may end with another span by chance
 _LEAST_WAIT_NS = 5_000_000  # shorter ones are code, or the way to the next task of the loop
 
@@ -58,7 +59,8 @@ class Limit(NamedTuple):
 
 
 def limits_of(records: Records, pieces: Pieces) -> Iterator[Limit]:
-    """Yield the limits that explain waits of trajectories; of processes alone, else of all together.
+    """Yield the limits that explain waits of trajectories; of processes alone, else of all
+    together.
 
     Args:
         records: The trajectories.
@@ -102,7 +104,9 @@ class _Waits:
             self.inner[trajectory].append(span)
         is_code = pieces.cause == records.names.index(OWN_CODE)
         columns = (column[is_code].tolist() for column in (pieces.owner, pieces.end, pieces.begin))
-        self._code = {(owner, end_ns): begin_ns for owner, end_ns, begin_ns in zip(*columns, strict=True)}
+        self._code = {
+            (owner, end_ns): begin_ns for owner, end_ns, begin_ns in zip(*columns, strict=True)
+        }
 
     def limit(self, name: str, spans: list[int]) -> Limit | None:
         """Return the limit that explains the waits in, or before, all spans of a name."""
@@ -131,7 +135,9 @@ class _Waits:
         return Limit(name, limit[0], holds)
 
     def _releases(self, times: Mapping[int, tuple[int, int]]) -> Iterable[dict[int, int]]:
-        """Return the end of each hold, for each way in which a slot may be released, by the wait's span."""
+        """Return the end of each hold, for each way in which a slot may be released,
+        by the wait's span.
+        """
         first, last = defaultdict[str, dict[int, int]](dict), defaultdict[str, dict[int, int]](dict)
         whole, around = dict[int, int](), dict[int, int]()
         for trajectory in dict.fromkeys(self._owner[span] for span in times):
@@ -149,7 +155,8 @@ class _Waits:
 
 
 def _explained(since: Ints, begin: Ints, end: Ints) -> tuple[float, int]:
-    """Return the share of the waits that the least possible limit explains, and its number of slots.
+    """Return the share of the waits that the least possible limit explains, and its number of
+    slots.
 
     Args:
         since: Begin of each wait, in order of their ends.

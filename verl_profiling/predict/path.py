@@ -51,8 +51,8 @@ class Chains(NamedTuple):
     """A graph in which the last one of segments that only follow each other stands for all of them.
 
     Attributes:
-        graph: The graph without the other segments in its order; its replay takes as long as that of the
-            whole graph.
+        graph: The graph without the other segments in its order; its replay takes as long as that
+            of the whole graph.
         first: The first segment of the chain of each segment.
         after: Edges to the chain of each last segment.
     """
@@ -62,7 +62,9 @@ class Chains(NamedTuple):
     after: list[list[int]]
 
     def times(self, took_ns: Sequence[int], delay_ns: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the duration of each chain, and the delay before it, from those of all segments."""
+        """Return the duration of each chain, and the delay before it,
+        from those of all segments.
+        """
         delays = np.array(delay_ns)
         whole = np.bincount(self.first, np.array(took_ns) + delays)
         first = delays[self.first]
@@ -70,7 +72,9 @@ class Chains(NamedTuple):
 
 
 class _Queue(NamedTuple):
-    """A queue in a replay: the segment that freed each free slot, and the segments that wait for one."""
+    """A queue in a replay: the segment that freed each free slot,
+    and the segments that wait for one.
+    """
 
     free: deque[int | None]
     waiting: deque[int]
@@ -92,15 +96,17 @@ def replay(
     after: Sequence[Sequence[int]] | None = None,
     before_ns: Sequence[int] | None = None,
 ) -> Replay:
-    """Return the times of a step in which each segment begins as soon as its edges and its delay permit.
+    """Return the times of a step in which each segment begins as soon as its edges and its delay
+    permit.
 
-    A segment with a queue begins when a slot is free, after all that entered the queue before. It enters when
-    it is ready, but not before one that it was behind though it was ready earlier.
+    A segment with a queue begins when a slot is free, after all that entered the queue before. It
+    enters when it is ready, but not before one that it was behind though it was ready earlier.
 
-    A segment that ends with a poll takes what is left of the period, unless it is given no time at all.
+    A segment that ends with a poll takes what is left of the period, unless it is given no time at
+    all.
 
-    Work that is carried over from the last step has what is left of it, as all steps are alike. What is left
-    is negative if the work ended before the step.
+    Work that is carried over from the last step has what is left of it, as all steps are alike.
+    What is left is negative if the work ended before the step.
 
     Args:
         graph: The graph.
@@ -142,7 +148,8 @@ def followers_of(after: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 class _Schedule:
-    """The times of one replay: each segment ends after its edges, its delay and the slot that it waits for.
+    """The times of one replay: each segment ends after its edges, its delay and the slot that it
+    waits for.
 
     Args:
         graph: The graph.
@@ -157,7 +164,11 @@ class _Schedule:
     """
 
     def __init__(
-        self, graph: Graph, took_ns: list[int], delay_ns: Sequence[int], after: Sequence[Sequence[int]]
+        self,
+        graph: Graph,
+        took_ns: list[int],
+        delay_ns: Sequence[int],
+        after: Sequence[Sequence[int]],
     ) -> None:
         self.end_ns, self.order = [0] * len(graph.segments), list[int]()
         self.edges: list[Sequence[int]] = list(after)
@@ -191,8 +202,12 @@ class _Schedule:
         self._missing = {at: len(self._after[at]) + (at in graph.behind) for at in graph.order}
         self._entered_ns = dict[int, int]()
         self._queues = {one.queue: _Queue(deque([None]), deque()) for one in graph.segments}
-        self._queues |= {name: _Queue(deque([None] * slots), deque()) for name, slots in graph.slots.items()}
-        self._events: list[tuple[int, int, int, bool]] = []  # time, place, segment, whether it frees slots
+        self._queues |= {
+            name: _Queue(deque([None] * slots), deque()) for name, slots in graph.slots.items()
+        }
+        self._events: list[
+            tuple[int, int, int, bool]
+        ] = []  # time, place, segment, whether it frees slots
         for at, count in self._missing.items():
             if not count:
                 self._enter(at)
@@ -203,7 +218,9 @@ class _Schedule:
             else:
                 self._arrive(at, now_ns)
         if len(self.order) < len(graph.order):
-            raise ConfigError("what-if", "limits of concurrency wait for each other, so the step has no end")
+            raise ConfigError(
+                "what-if", "limits of concurrency wait for each other, so the step has no end"
+            )
 
     def _arrive(self, at: int, now_ns: int) -> None:
         """Let a segment begin, or enter its queue."""
@@ -252,7 +269,8 @@ class _Schedule:
 
 
 def chains_of(graph: Graph) -> Chains:
-    """Return a graph in which the last one of segments that only follow each other stands for all of them.
+    """Return a graph in which the last one of segments that only follow each other stands for all
+    of them.
 
     Segments with a queue, a release, a poll, or carried work, and ends of a rollout, stay apart.
     """
@@ -260,12 +278,21 @@ def chains_of(graph: Graph) -> Chains:
     followers = Counter(chain.from_iterable(after))
     apart = {at for at, one in enumerate(graph.segments) if one.queue or one.releases}
     apart |= {*graph.polls, *graph.tails, *(one.segment for one in graph.carried)}
-    ends = {graph.last, *(poll.after for poll in graph.polls.values()), *(one.mark for one in graph.carried)}
+    ends = {
+        graph.last,
+        *(poll.after for poll in graph.polls.values()),
+        *(one.mark for one in graph.carried),
+    }
     ends |= apart.union(*graph.tails.values())
     first, joined = list(range(len(after))), set[int]()
     for at in graph.order:
         before = graph.segments[at].after
-        if len(before) == 1 and followers[before[0]] == 1 and at not in apart and before[0] not in ends:
+        if (
+            len(before) == 1
+            and followers[before[0]] == 1
+            and at not in apart
+            and before[0] not in ends
+        ):
             first[at] = first[before[0]]
             joined.add(before[0])
             after[at] = after[before[0]]
@@ -300,8 +327,8 @@ def critical_path(replayed: Replay, last: int | None = None) -> list[PathPart]:
 def slacks_ns(replayed: Replay) -> list[int]:
     """Return how much longer each segment could take without a longer step.
 
-    A segment that the step does not wait for could go on until the end of the step. What ends before a poll
-    could go on until then.
+    A segment that the step does not wait for could go on until the end of the step. What ends
+    before a poll could go on until then.
     """
     end_ns, last, polls = replayed.end_ns, replayed.graph.last, replayed.graph.polls
     latest_ns = [end_ns[last]] * len(end_ns)

@@ -1,4 +1,6 @@
-"""The prediction of a step after changes: critical path, slack, and the next changes that would help."""
+"""The prediction of a step after changes: critical path, slack,
+and the next changes that would help.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,15 @@ from verl_profiling.report.records import GENERATE
 from verl_profiling.report.tables import added
 from verl_profiling.units import visible, visible_text_of
 
-_NOT_STEADY = "the predicted step is not the mean step: each step leaves more or less work to the next"
+_NOT_STEADY = (
+    "the predicted step is not the mean step: each step leaves more or less work to the next"
+)
 _LEAST_SHARE = 0.001  # least saved share of the step of a listed change
 _NOISE = 0.03  # share of the step added on each side of an interval: equal steps differ by as much
-_NESTED = 0.05  # two spans are one change if one holds the other and takes at most this share longer
-_LEAST_OF_TAIL = 10  # least trajectories or requests of a rollout, for a change that leaves out its tail
+# two spans are one change if one holds the other and takes at most this share longer
+_NESTED = 0.05
+# least trajectories or requests of a rollout, for a change that leaves out its tail
+_LEAST_OF_TAIL = 10
 
 
 class SlackRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,10 +65,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
             ahead, and waits for something unknown that matter.
         high_us: High end of the interval.
         changes: The changes, as options of the command.
-        path: The critical path of the predicted step, in order; the durations add up to ``predicted_us``.
+        path: The critical path of the predicted step, in order; the durations add up to
+            ``predicted_us``.
         slack: Slack of each process in each stage.
-        what_would_help: Effects of single changes of the predicted step, the largest first; empty with an
-            interval.
+        what_would_help: Effects of single changes of the predicted step, the largest first; empty
+            with an interval.
         missing: Sentences on missing data.
         assumed: Sentences on what is assumed.
         notes: Sentences on what is not known, and on changes outside of what the capture shows.
@@ -83,7 +90,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def with_predictions(report: Report, content: Content) -> tuple[Report, Graph | None]:
-    """Return a report with its critical path and the changes that would help, and the graph of the step.
+    """Return a report with its critical path and the changes that would help, and the graph of the
+    step.
 
     An error costs these alone: it becomes a sentence on missing data.
 
@@ -95,7 +103,9 @@ def with_predictions(report: Report, content: Content) -> tuple[Report, Graph | 
         graph = graph_of(content)
         found = visible_text_of(predict(graph))
     except Exception as error:
-        problem = f"no critical path and no changes that would help: {type(error).__name__}: {error}"
+        problem = (
+            f"no critical path and no changes that would help: {type(error).__name__}: {error}"
+        )
         report.coverage.missing.append(visible(problem))
         return report, None
     rows = {"what_would_help": found.what_would_help, "critical_path": found.path}
@@ -116,10 +126,12 @@ def predict(
         changes: The changes; by default none.
         step: Number of the step.
         missing: Sentences on missing data.
-        kernels: Duration (ns) of segments with the changed kernels, and sentences on what is assumed of them.
+        kernels: Duration (ns) of segments with the changed kernels, and sentences on what is
+            assumed of them.
 
     Raises:
-        ConfigError: The step has no such stage, tool or rollout, or lacks what other resources need.
+        ConfigError: The step has no such stage, tool or rollout, or lacks what other resources
+            need.
     """
     changes, (timed_ns, assumed_of_kernels) = changes or Changes(), kernels
     baseline, recorded = Baseline(graph, timed_ns), replay(graph)
@@ -147,7 +159,9 @@ def predict(
     )
 
 
-def _interval_ns(baseline: Baseline, found: Replay, changes: Changes, assumed: list[str]) -> list[int]:
+def _interval_ns(
+    baseline: Baseline, found: Replay, changes: Changes, assumed: list[str]
+) -> list[int]:
     """Return the durations (ns) that an interval spans: empty where no unknown wait matters.
 
     Where waits of ranks for each other are not recorded, one rank may do all the work of a stage.
@@ -164,7 +178,8 @@ def _interval_ns(baseline: Baseline, found: Replay, changes: Changes, assumed: l
     for stage in changes.balance:
         if ranks := baseline.hidden_ranks(stage):
             assumed.append(
-                f"waits of ranks in {stage} are not recorded, and count as work; one may do all of it"
+                f"waits of ranks in {stage} are not recorded, and count as work; one may do "
+                "all of it"
             )
             rest = [name for name in changes.balance if name != stage]
             others = msgspec.structs.replace(changes, balance=rest)
@@ -174,10 +189,11 @@ def _interval_ns(baseline: Baseline, found: Replay, changes: Changes, assumed: l
 
 
 def _with_waits_ns(baseline: Baseline, found: Replay, changes: Changes) -> tuple[int, int]:
-    """Return the least and the longest step (ns), if waits for something unknown change with the work.
+    """Return the least and the longest step (ns), if waits for something unknown change with the
+    work.
 
-    Such a wait is at least nothing. If all the work beside it changed like the work that changed most, the
-    wait would change alike.
+    Such a wait is at least nothing. If all the work beside it changed like the work that changed
+    most, the wait would change alike.
     """
     segments = baseline.graph.segments
     stages = {segments[at].stage for at in baseline.waits} - {""}
@@ -196,8 +212,8 @@ def _with_waits_ns(baseline: Baseline, found: Replay, changes: Changes) -> tuple
 def _candidates(baseline: Baseline, found: Replay) -> Iterable[tuple[str, str, Changes]]:
     """Yield single changes to try, each with the outermost stage that it changes, and in words.
 
-    A call is tried if it takes time on the critical path, or on the path to work of the next step. Of nested
-    calls of about the same length, only the tool is tried.
+    A call is tried if it takes time on the critical path, or on the path to work of the next step.
+    Of nested calls of about the same length, only the tool is tried.
 
     Args:
         baseline: The step.
@@ -218,7 +234,11 @@ def _candidates(baseline: Baseline, found: Replay) -> Iterable[tuple[str, str, C
             continue
         yield outermost[stage], f"{stage} balanced", Changes(balance=[stage])
     if sum(map(len, graph.tails.values())) >= _LEAST_OF_TAIL and not graph.cut:
-        yield _first_stage(graph, graph.tails), "rollout without its last 10%", Changes(no_tail=90.0)
+        yield (
+            _first_stage(graph, graph.tails),
+            "rollout without its last 10%",
+            Changes(no_tail=90.0),
+        )
     spent, tools, tried = Counter[str](), set[str](), list[str]()
     for last in {graph.last, *(one.mark for one in graph.carried)}:
         for part in critical_path(found, last):
@@ -232,9 +252,12 @@ def _candidates(baseline: Baseline, found: Replay) -> Iterable[tuple[str, str, C
             f"{name} off the event loop",
             Changes(unblock=[name]),
         )
-    for name in sorted(calls.keys() & spent.keys() - {GENERATE}, key=lambda name: (name not in tools, name)):
+    for name in sorted(
+        calls.keys() & spent.keys() - {GENERATE}, key=lambda name: (name not in tools, name)
+    ):
         same = any(
-            math.isclose(spent[name], spent[one], rel_tol=_NESTED) and calls[name].keys() & calls[one].keys()
+            math.isclose(spent[name], spent[one], rel_tol=_NESTED)
+            and calls[name].keys() & calls[one].keys()
             for one in tried
         )
         if spent[name] > _LEAST_SHARE * found.span_ns and not same:
@@ -290,7 +313,9 @@ def _path_rows(replayed: Replay, is_idle_known: bool) -> list[PathRow]:
             begin_us=(part.begin_ns - graph.begin_ns) / 1000,
             duration_us=(part.end_ns - part.begin_ns) / 1000,
             share=(part.end_ns - part.begin_ns) / max(replayed.span_ns, 1),
-            idle_us=_idle_us(replayed, part.segment) if is_idle_known and not part.is_delay else None,
+            idle_us=_idle_us(replayed, part.segment)
+            if is_idle_known and not part.is_delay
+            else None,
         )
         if rows and (row.stage, row.who, row.kind) == (rows[-1].stage, rows[-1].who, rows[-1].kind):
             row = added(rows.pop(), row)

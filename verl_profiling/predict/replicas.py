@@ -1,9 +1,11 @@
-"""Engines as fitted to the requests of a step, and a simulation in which such replicas serve requests.
+"""Engines as fitted to the requests of a step, and a simulation in which such replicas serve
+requests.
 
-A running request makes one token in each iteration of its engine, and the time of an iteration depends on the
-number of running requests: the curve. The work of a request is the number of iterations that fit into its
-recorded time. Beside as many requests as recorded, it takes as long as recorded. A replay dispatches all
-requests anew, also with the recorded number of replicas, and each runs until its work is done.
+A running request makes one token in each iteration of its engine, and the time of an iteration
+depends on the number of running requests: the curve. The work of a request is the number of
+iterations that fit into its recorded time. Beside as many requests as recorded, it takes as long as
+recorded. A replay dispatches all requests anew, also with the recorded number of replicas, and each
+runs until its work is done.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ OPTION = "--replicas"
 _QUEUED, _DECODE = "queued", "decode"
 _IN_ENGINE = (_QUEUED, "first token", "prefill", "generate", _DECODE)
 _WAITED = 0.1  # more time in queues per time of running than this means that replicas were full
-_BRIEF = 0.01  # share of the time at each end that does not count for the usual numbers of running requests
+# share of the time at each end that does not count for the usual numbers of running requests
+_BRIEF = 0.01
 _LEAST = 8  # least requests to which a curve is fitted
 _SAMPLES, _LOW, _HIGH = 200, 0.05, 0.95  # of the bootstrap
 _ROUNDS = 6  # until the fit is steady
@@ -101,13 +104,16 @@ class Engines(NamedTuple):
         many = f"{len(self.served):,} requests"
         found = [
             f"the time of an iteration depends on the running requests alone ({many})",
-            "a request goes to the replica with the fewest requests; in the interval, also round robin",
+            "a request goes to the replica with the fewest requests; in the interval, also "
+            "round robin",
             "other replicas are as fast as the recorded ones, and have devices of their own",
-            "beside more requests than in the capture, one more takes at least as much time as the last did",
+            "beside more requests than in the capture, one more takes at least as much time "
+            "as the last did",
         ]
         if self.slots < len(self.served):
             found.append(
-                f"a replica runs at most {self.slots:,} requests at once, as in the capture, where others "
+                f"a replica runs at most {self.slots:,} requests at once, as in the capture, "
+                "where others "
                 "queued"
             )
         return found
@@ -122,7 +128,8 @@ class Engines(NamedTuple):
         if self.few <= fewest and most <= self.many:
             return []
         return [
-            f"extrapolated: a replica ran {self.few:,} to {self.many:,} requests at once in the capture, and "
+            f"extrapolated: a replica ran {self.few:,} to {self.many:,} requests at once in "
+            "the capture, and "
             f"runs {fewest:,} to {most:,} in the prediction"
         ]
 
@@ -141,12 +148,14 @@ def fitted(recorded: Replay, replicas: int) -> Engines:
     served = list(_served(graph))
     if not any(one.tokens for one in served):
         raise ConfigError(
-            OPTION, "needs requests with tokens in the step, which a capture with rollout.requests has"
+            OPTION,
+            "needs requests with tokens in the step, which a capture with rollout.requests has",
         )
     if any(graph.segments[at].queue for one in served for at in one.segments):
         raise ConfigError(
             OPTION,
-            "needs engines that serve several requests at once; raise their limit (max_num_seqs of vLLM, "
+            "needs engines that serve several requests at once; raise their limit "
+            "(max_num_seqs of vLLM, "
             "max_running_requests of SGLang) and capture again, or try --scale rollout=FACTOR",
         )
     if not graph.whole:
@@ -185,7 +194,9 @@ def _served(graph: Graph) -> Iterator[Served]:
         running = [one for one in parts if one.kind != _QUEUED]
         if not running:
             continue
-        made = [one for one in running if one.kind == _DECODE]  # without the first token, made by the prefill
+        made = [
+            one for one in running if one.kind == _DECODE
+        ]  # without the first token, made by the prefill
         request = parts[0].request
         yield Served(
             replica=request.replica,  # type: ignore[union-attr]
@@ -240,16 +251,20 @@ class _Load:
             weights: What is summed over time, for each of ``running``.
         """
         sums = np.concatenate(([0.0], np.cumsum(weights * (self.running > 0) * self.took_ns)))
-        first, last = (np.interp(times + self._of, self._axis, sums) for times in (begin_ns, end_ns))
+        first, last = (
+            np.interp(times + self._of, self._axis, sums) for times in (begin_ns, end_ns)
+        )
         return np.asarray(last - first)
 
 
-def _curves(served: Sequence[Served], load: _Load, knots: NDArray[np.int64], more: float) -> list[Floats]:
+def _curves(
+    served: Sequence[Served], load: _Load, knots: NDArray[np.int64], more: float
+) -> list[Floats]:
     """Return a low, a likely and a high curve: the time of an iteration at each knot.
 
-    Low and high are from a bootstrap over the requests: by them, the recorded work would take least and most
-    time. Without enough requests, they are a curve in proportion to the number of running requests, and a
-    constant one.
+    Low and high are from a bootstrap over the requests: by them, the recorded work would take least
+    and most time. Without enough requests, they are a curve in proportion to the number of running
+    requests, and a constant one.
 
     Args:
         served: The requests.
@@ -257,7 +272,9 @@ def _curves(served: Sequence[Served], load: _Load, knots: NDArray[np.int64], mor
         knots: Numbers of running requests.
         more: How many times as many requests a replica runs in the prediction.
     """
-    begin, end, tokens = np.array([(one.since_ns, one.end_ns, one.tokens) for one in served], np.float64).T
+    begin, end, tokens = np.array(
+        [(one.since_ns, one.end_ns, one.tokens) for one in served], np.float64
+    ).T
     known = tokens > 0
     tokens, weight = tokens[known], (end - begin)[known]
     own_ns = weight / tokens
@@ -267,13 +284,17 @@ def _curves(served: Sequence[Served], load: _Load, knots: NDArray[np.int64], mor
     for _ in range(_ROUNDS):
         rate = 1 / np.interp(load.running, knots, likely)
         made = load.during(begin, end, rate)[known] / tokens
-        parts = np.stack([load.during(begin, end, hat * rate**2)[known] / tokens for hat in hats], axis=1)
+        parts = np.stack(
+            [load.during(begin, end, hat * rate**2)[known] / tokens for hat in hats], axis=1
+        )
         squares = parts[:, :, None] * parts[:, None, :] * weight[:, None, None]
         if len(tokens) < _LEAST or np.linalg.cond(squares.sum(axis=0)) > 1e9:
             likely = samples.mean(axis=0)
             break
         targets = parts * ((2 * made - 1) * weight)[:, None]  # Newton's method
-        likely = _bounded(np.linalg.solve(squares.sum(axis=0), targets.sum(axis=0)), knots, own_ns.min())
+        likely = _bounded(
+            np.linalg.solve(squares.sum(axis=0), targets.sum(axis=0)), knots, own_ns.min()
+        )
     else:
         drawn = np.random.default_rng(0).multinomial(
             len(weight), np.full(len(weight), 1 / len(weight)), _SAMPLES
@@ -287,7 +308,8 @@ def _curves(served: Sequence[Served], load: _Load, knots: NDArray[np.int64], mor
 
 
 def _bounded(curve: Floats, knots: NDArray[np.int64], least: float) -> Floats:
-    """Return a curve that does not fall, and does not rise faster than the number of running requests.
+    """Return a curve that does not fall, and does not rise faster than the number of running
+    requests.
 
     Args:
         curve: The curve.
@@ -363,8 +385,8 @@ class Simulation:
         engines: The engines of the step.
         replicas: Number of replicas.
         curve: Time of an iteration by the number of running requests.
-        order: Numbers of the clients, by their first requests, for round robin; else, a request goes to the
-            replica with the fewest requests.
+        order: Numbers of the clients, by their first requests, for round robin; else, a request
+            goes to the replica with the fewest requests.
         spent_ns: Time by the number of running requests, to which all replicas add.
 
     Attributes:
@@ -394,7 +416,9 @@ class Simulation:
         self._owner = {at: number for number, one in enumerate(engines.served) for at in one.ats}
         self._followers = followers_of(recorded.after)
         self._left = list(map(len, recorded.after))
-        self._events = list[tuple[float, bool, int]]()  # time, whether it is an arrival, request or segment
+        self._events = list[
+            tuple[float, bool, int]
+        ]()  # time, whether it is an arrival, request or segment
         for at, before in enumerate(recorded.after):
             if not before:
                 self._begin(at, 0.0)

@@ -1,7 +1,8 @@
 """A step on other resources: other replicas, or the next rollout beside the training.
 
-The prediction is a likely step and an interval. The ends of the interval are steps under other assumptions on
-what a capture does not show: the order of requests, the time of engines, and who waits for whom.
+The prediction is a likely step and an interval. The ends of the interval are steps under other
+assumptions on what a capture does not show: the order of requests, the time of engines, and who
+waits for whom.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def on_resources(
     """
     graph, steps = found.graph, [found]
     if changes.steps_ahead:
-        check_name("--async", f"stage {ROLLOUT!r}", ROLLOUT, {one.stage for one in graph.segments} - {""})
+        check_name(
+            "--async", f"stage {ROLLOUT!r}", ROLLOUT, {one.stage for one in graph.segments} - {""}
+        )
         if not graph.whole:
             raise ConfigError(
                 "--async", "needs a step whose rollout begins and ends in it, with engines recorded"
@@ -50,7 +53,8 @@ def on_resources(
 
 
 def _rollout_beside(step: Replay) -> Iterator[Replay]:
-    """Yield the longer one of training and rollout, each with the weight update: the likely one first.
+    """Yield the longer one of training and rollout, each with the weight update: the likely one
+    first.
 
     The loop's own time in a rollout may be a part of the training.
     """
@@ -64,7 +68,9 @@ def _rollout_beside(step: Replay) -> Iterator[Replay]:
 
 
 def _without(step: Replay, is_gone: Callable[[str, str], bool]) -> Replay:
-    """Return the replay without some times and delays, by their outermost stage and their process."""
+    """Return the replay without some times and delays,
+    by their outermost stage and their process.
+    """
     took_ns, delay_ns = list(step.took_ns), list(step.delay_ns)
     for at, segment in enumerate(step.graph.segments):
         if is_gone(segment.stage, segment.who):
@@ -74,11 +80,13 @@ def _without(step: Replay, is_gone: Callable[[str, str], bool]) -> Replay:
     return replay(step.graph, took_ns, delay_ns, step.given)
 
 
-def _on_replicas(recorded: Replay, replicas: int, assumed: list[str], notes: list[str]) -> list[Replay]:
+def _on_replicas(
+    recorded: Replay, replicas: int, assumed: list[str], notes: list[str]
+) -> list[Replay]:
     """Return the replays in which another number of replicas serves the requests.
 
-    The first is the likely one, with the fitted curve and each request at the replica with the fewest
-    requests. The others are the ends of the interval, with other curves and round robin.
+    The first is the likely one, with the fitted curve and each request at the replica with the
+    fewest requests. The others are the ends of the interval, with other curves and round robin.
 
     Args:
         recorded: The step with the recorded replicas.

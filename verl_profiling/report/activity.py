@@ -1,8 +1,9 @@
 """Reads the traces of one lane into columns, and reduces them to one :class:`Lane` per device.
 
-A row is an event of work: its begin and end (ns), and its key. A key is a name, a thread and a process group,
-and is classified once, however many events have it. Rows of devices are kept, 28 bytes each. Host rows are
-reduced to intervals chunk by chunk; after the first device event, no more host rows are kept.
+A row is an event of work: its begin and end (ns), and its key. A key is a name, a thread and a
+process group, and is classified once, however many events have it. Rows of devices are kept, 28
+bytes each. Host rows are reduced to intervals chunk by chunk; after the first device event, no more
+host rows are kept.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ _CORRELATION = re.compile(rb'"correlation"\s*:\s*"?([1-9]\d{0,9})\b')  # of 32 b
 _IGNORED = -1  # number of the key of an event that is no work
 _OF_A_STREAM = re.compile(rb'"(?:device|stream)"\s*:\s*"?\d')
 _TASK_TYPE = re.compile(rb'"Task Type"\s*:\s*"([^"]*)"')
-_CALL_NUMBER = re.compile(r"_*_(\d+)_\d+_\d+$")  # the first number is the group of an NPU's collective
+_CALL_NUMBER = re.compile(
+    r"_*_(\d+)_\d+_\d+$"
+)  # the first number is the group of an NPU's collective
 _COVERS = ("compute", "communication", "memory", "unrecognised")
 _ON_DEVICE, _ON_HOST = (COMPUTE, COMMUNICATION, MEMORY, UNKNOWN), (HOST, HOST_COMMUNICATION)
 
@@ -80,7 +83,9 @@ class Key(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Events of a lane as columns: spans, numbers of the keys, numbers of the launches (0: none)."""
+    """Events of a lane as columns: spans, numbers of the keys,
+    numbers of the launches (0: none).
+    """
 
     spans: Spans
     keys: Keys
@@ -102,8 +107,8 @@ class LaneJob(msgspec.Struct, frozen=True, kw_only=True):
         stages: The outermost stages of the lane, in order.
         marks: Names of the worker's stages: operators in traces of torch_npu, but no work.
         between: Begin and end of the step (unix ns), if the traces hold several steps.
-        unrecorded: Kind of the lane's device, if the artifacts show that the device was in use but not
-            recorded.
+        unrecorded: Kind of the lane's device, if the artifacts show that the device was in use but
+            not recorded.
     """
 
     sources: list[Source]
@@ -152,7 +157,9 @@ class LaneTraces(msgspec.Struct, kw_only=True):
 
 
 def read_lane(job: LaneJob) -> LaneTraces:
-    """Read the traces of one lane. Without a readable trace, or an event of known work, it has no lanes."""
+    """Read the traces of one lane. Without a readable trace, or an event of known work,
+    it has no lanes.
+    """
     reader = _LaneReader(job)
     reader.found.lanes = reader.lanes()
     return reader.found
@@ -169,11 +176,14 @@ class _LaneReader:
             lambda category, name: NOTHING if name in job.marks else kind_of(category, name, check)
         )
         self._keys = [Key("", None, None)]  # numbers begin at 1
-        # By number of the key; an event that correlates names the call that launched it, or is that call.
+        # By number of the key; an event that correlates names the call that launched it, or is that
+        # call.
         self._kinds, self._blocks_from = array("b", [NOTHING]), array("q", [0])
         self._correlates = array("b", [False])
         self._launches_graph = array("b", [False])
-        self._calls = [np.empty((3, 0), np.int64)]  # launches, their begins, and whether they launch graphs
+        self._calls = [
+            np.empty((3, 0), np.int64)
+        ]  # launches, their begins, and whether they launch graphs
         self._behind: list[Rows] = []  # device rows behind the step: of launches in the step
         self._numbers: dict[tuple[object, ...], int] = {}
         self._rows: list[Rows] = []  # device rows; until a device event is found, host rows
@@ -182,7 +192,9 @@ class _LaneReader:
         self._iterations: list[tuple[int, ...]] = []
         self._names: dict[object, str] = {}  # device names by process
         self._labels: dict[object, str] = {}
-        self._said: dict[tuple[str, object, object], str] = {}  # this and the next two are of one trace
+        self._said: dict[
+            tuple[str, object, object], str
+        ] = {}  # this and the next two are of one trace
         self._tasks: dict[int, bytes] = {}  # task type by number of the key
         self._waiting: list[Rows] = []
         self._on_streams: set[object] = set()  # processes whose events name a device or a stream
@@ -223,14 +235,20 @@ class _LaneReader:
             is_one_of_several=len(devices) > 1,
         )
         if self._job.sources[0].role == GRAPH_CAPTURE:
-            self._note("recorded while graphs were captured, when launches run nothing: no busy or idle time")
+            self._note(
+                "recorded while graphs were captured, when launches run nothing: no busy or "
+                "idle time"
+            )
             lane.is_unknown = True
             return [lane]
         if devices:
             masks = ((name, np.isin(rows.keys, mine)) for name, mine in devices.items())
             found = ((name, rows if mask.all() else rows.of(mask)) for name, mask in masks)
             lane.is_unknown = self._lost_kernels(rows, graphs)
-            return [self._reduced(mine, _ON_DEVICE, replace(lane, accelerator=name)) for name, mine in found]
+            return [
+                self._reduced(mine, _ON_DEVICE, replace(lane, accelerator=name))
+                for name, mine in found
+            ]
         return self._of_host(lane, rows)
 
     def _of_host(self, lane: Lane, rows: Rows) -> list[Lane]:
@@ -275,7 +293,9 @@ class _LaneReader:
             self.found.events += trace.events
             self.found.problems += [f"{source.path.name}: {warning}" for warning in trace.warnings]
             self.found.notes += [f"{source.path.name}: {note}" for note in trace.notes()]
-        labels = {pid: label for (what, pid, _), label in self._said.items() if what == "process_labels"}
+        labels = {
+            pid: label for (what, pid, _), label in self._said.items() if what == "process_labels"
+        }
         self._labels = labels | self._labels
         for pid in {key.pid for key in self._keys}:
             self._names.setdefault(pid, _device_name(pid, labels.get(pid, "")))
@@ -293,14 +313,18 @@ class _LaneReader:
                     self._said[key] = said[:_LONGEST_NAME]
 
     def _add_chunk(self, events: list[Event], base_ns: int) -> None:
-        """Add events; events without a category are kept until the names of their processes are known."""
+        """Add events; events without a category are kept until the names
+        of their processes are known.
+        """
         timed = [e for e in events if e.ph == "X" and e.cat not in NO_WORK and e.ts is not None]
         self._add_torch_spans(events, base_ns)
         self.found.has_stacks |= any(e.cat == "python_function" for e in events)
         if not (self._works or self._has_device):
             self._categories |= {e.cat for e in events if e.ph != "M"}
         known = self._numbers.get
-        keys = np.array([known((e.cat, e.name, e.pid, e.tid)) or self._number(e) for e in timed], np.int32)
+        keys = np.array(
+            [known((e.cat, e.name, e.pid, e.tid)) or self._number(e) for e in timed], np.int32
+        )
         counted = keys != _IGNORED
         keys, timed = keys[counted], list(compress(timed, counted.tolist()))
         rows = Rows(to_spans(timed, base_ns), keys, self._launches_of(timed, keys))
@@ -322,7 +346,9 @@ class _LaneReader:
         recording.of_torch = extended(recording.of_torch, to_spans(spans, base_ns))
 
     def _launches_of(self, events: Sequence[Event], keys: Keys) -> Ints:
-        """Return the number that a device's event shares with the host call which launched it, else 0."""
+        """Return the number that a device's event shares with the host call
+        which launched it, else 0.
+        """
         found = np.zeros(len(events), np.int64)
         for place in np.flatnonzero(np.frombuffer(self._correlates, np.bool_)[keys]).tolist():
             if said := _CORRELATION.search(events[place].args):
@@ -330,7 +356,9 @@ class _LaneReader:
         return found
 
     def _number(self, event: Event) -> int:
-        """Return the number of an event's key, and remember it; collectives have a group in each event."""
+        """Return the number of an event's key, and remember it;
+        collectives have a group in each event.
+        """
         if not event.cat:
             return self._task(event)
         kind, key = self._kind(event.cat, event.name), Key(event.name, event.pid, event.tid)
@@ -359,7 +387,9 @@ class _LaneReader:
         return number
 
     def _task(self, event: Event) -> int:
-        """Return the key number of an event without category, whose kind is known at the end of the trace."""
+        """Return the key number of an event without category,
+        whose kind is known at the end of the trace.
+        """
         found = _TASK_TYPE.search(event.args)
         call = _CALL_NUMBER.search(event.name)
         name = event.name[: call.start()] if call else event.name
@@ -397,7 +427,9 @@ class _LaneReader:
             inside &= (rows.spans[:, 0] >= begin_ns) | ~iteration
             is_behind = (rows.spans[:, 0] >= end_ns) & (kinds <= UNKNOWN) & (rows.launches > 0)
             self._behind.append(rows.of(is_behind))
-            clipped = np.where(iteration[:, None], rows.spans, np.clip(rows.spans, begin_ns, end_ns))
+            clipped = np.where(
+                iteration[:, None], rows.spans, np.clip(rows.spans, begin_ns, end_ns)
+            )
             rows = rows._replace(spans=clipped).of(inside)
             kinds, on_host = kinds[inside], on_host[inside]
         for place in np.flatnonzero(kinds == ITERATION).tolist():
@@ -410,7 +442,9 @@ class _LaneReader:
         self._rows.append(rows.of(kinds <= UNKNOWN if self._has_device else kinds < ITERATION))
 
     def _devices(self, rows: Rows) -> dict[str, list[int]]:
-        """Return the numbers of each device's keys by its name; add a note on events of unknown category."""
+        """Return the numbers of each device's keys by its name;
+        add a note on events of unknown category.
+        """
         known, unknown = defaultdict[object, list[int]](list), defaultdict[object, list[int]](list)
         for number in np.flatnonzero(np.bincount(rows.keys)).tolist():
             kind, pid = self._kinds[number], self._keys[number].pid
@@ -418,10 +452,14 @@ class _LaneReader:
                 (unknown if kind == UNKNOWN else known)[pid].append(number)
         owners = defaultdict[str, list[int]](list)
         named = {pid: self._names.get(pid, "") for pid in (*known, *unknown)}
-        for pid, name in sorted(named.items(), key=lambda item: (len(item[1]), item[1])):  # GPU 9, GPU 10
+        for pid, name in sorted(
+            named.items(), key=lambda item: (len(item[1]), item[1])
+        ):  # GPU 9, GPU 10
             if pid in unknown:
                 label = self._labels.get(pid, "")
-                if not (pid in known or _is_device(label) or (not label and pid in self._on_streams)):
+                if not (
+                    pid in known or _is_device(label) or (not label and pid in self._on_streams)
+                ):
                     continue
                 unknown_ns = length(union(rows.spans[np.isin(rows.keys, unknown[pid])]))
                 how = "not counted beside known work" if pid in known else "counted as unrecognised"
@@ -434,19 +472,26 @@ class _LaneReader:
         return owners
 
     def _bounded(self, rows: Rows, graphs: Ints) -> Rows:
-        """Return the rows with impossible ends moved to the next begin on the stream, and note how many."""
+        """Return the rows with impossible ends moved to the next begin on the stream,
+        and note how many.
+        """
         # Copies of NPUs overlap, and so may collectives of several groups.
-        computing = (self._kinds_of(rows.keys) == COMPUTE) & (np.diff(rows.spans)[:, 0] >= THINNEST_NS)
+        computing = (self._kinds_of(rows.keys) == COMPUTE) & (
+            np.diff(rows.spans)[:, 0] >= THINNEST_NS
+        )
         if not computing.any():
             return rows
         kernels = rows.of(computing)
         of_graphs = kernels.launches * np.isin(kernels.launches, graphs)
-        cut_ns = kernels.spans[:, 1] - bounded_ends(kernels.spans, self._threads()[kernels.keys], of_graphs)
+        cut_ns = kernels.spans[:, 1] - bounded_ends(
+            kernels.spans, self._threads()[kernels.keys], of_graphs
+        )
         if not cut_ns.any():
             return rows
         self._note(
             f"{np.count_nonzero(cut_ns):,} kernels run over the next kernel of their stream, by "
-            f"{duration(int(cut_ns.sum()) / 1e9)} in all: each is taken to end where the next begins"
+            f"{duration(int(cut_ns.sum()) / 1e9)} in all: each is taken to end where the "
+            "next begins"
         )
         spans = rows.spans.copy()
         spans[computing, 1] -= cut_ns
@@ -457,7 +502,8 @@ class _LaneReader:
         events = _joined([rows, *self._behind])
         events = events.of(self._kinds_of(events.keys) <= UNKNOWN)
         numbers, begins = graphs
-        # Launches behind that of the last recorded event may be still in flight at the end of the recording.
+        # Launches behind that of the last recorded event may be still in flight at the end of the
+        # recording.
         wanted = begins <= self._launched(events).max()
         if self._job.between is not None:
             begin_ns, end_ns = self._job.between
@@ -477,7 +523,8 @@ class _LaneReader:
         return np.array([threads[key.pid, key.tid] for key in self._keys], np.int32)
 
     def _reduced(self, rows: Rows, kinds: Sequence[int], lane: Lane) -> Lane:
-        """Return a lane with its rows reduced to the time of each kind, the collectives and the operators.
+        """Return a lane with its rows reduced to the time of each kind, the collectives and the
+        operators.
 
         Args:
             rows: The rows.
@@ -497,24 +544,35 @@ class _LaneReader:
         reduced = replace(
             lane,
             **covers,
-            collectives={call: runs.spans[np.isin(runs.keys, mine)] for call, mine in called.items()},
+            collectives={
+                call: runs.spans[np.isin(runs.keys, mine)] for call, mine in called.items()
+            },
             ops=self._ops(rows),
         )
         reduced.observed = observed_by(
-            self._recordings, reduced.busy, on_device=lane.on_device, is_plain=not self._job.is_captured
+            self._recordings,
+            reduced.busy,
+            on_device=lane.on_device,
+            is_plain=not self._job.is_captured,
         )
         return reduced
 
     def _ops(self, rows: Rows) -> dict[tuple[str, str], tuple[int, int]]:
-        """Return calls and self time (ns) by name and by the stage in which a call is launched, or begins."""
+        """Return calls and self time (ns) by name and by the stage in
+        which a call is launched, or begins.
+        """
         own = nested_times(rows.spans, self._threads()[rows.keys])
-        edges = np.array([(stage.begin_ns, stage.end_ns) for stage in self._stages], np.int64).reshape(-1, 2)
+        edges = np.array(
+            [(stage.begin_ns, stage.end_ns) for stage in self._stages], np.int64
+        ).reshape(-1, 2)
         begins = self._launched(rows)
         at = np.searchsorted(edges[:, 0], begins, side="right") - 1
         inside = (at >= 0) & (begins < np.append(edges[:, 1], 0)[at])
         stages = np.where(inside, at, len(edges))
         places, inverse = np.unique(stages * len(self._keys) + rows.keys, return_inverse=True)
-        totals = zip(places.tolist(), np.bincount(inverse).tolist(), np.bincount(inverse, own), strict=True)
+        totals = zip(
+            places.tolist(), np.bincount(inverse).tolist(), np.bincount(inverse, own), strict=True
+        )
         ops: dict[tuple[str, str], tuple[int, int]] = {}
         names = [*(stage.name for stage in self._stages), ""]
         for place, calls, self_ns in totals:
@@ -525,7 +583,9 @@ class _LaneReader:
         return ops
 
     def _launched(self, rows: Rows) -> Ints:
-        """Return when the host launched each event (unix ns); without a recorded launch, its begin."""
+        """Return when the host launched each event (unix ns);
+        without a recorded launch, its begin.
+        """
         calls = np.concatenate(self._calls, axis=1)
         calls = calls[:, np.argsort(calls[0])]
         place = np.searchsorted(calls[0], rows.launches)
@@ -551,7 +611,9 @@ class _LaneReader:
         if found and not self.found.problems:
             self._note(text)
             return
-        self.found.problems.append(str(TraceFormatError(path, text if found else "holds no events")))
+        self.found.problems.append(
+            str(TraceFormatError(path, text if found else "holds no events"))
+        )
         self.found.paths.clear()
 
 
@@ -561,7 +623,9 @@ def _joined(parts: Sequence[Rows]) -> Rows:
 
 
 def _outermost(iterations: Ints) -> Ints:
-    """Return the iterations that are inside no other one: SGLang may annotate an iteration twice."""
+    """Return the iterations that are inside no other one:
+    SGLang may annotate an iteration twice.
+    """
     iterations = iterations[np.lexsort((-iterations[:, 1], iterations[:, 0]))]
     latest = np.maximum.accumulate(iterations[:, 1])
     keep = np.ones(len(iterations), np.bool_)
@@ -575,7 +639,9 @@ def to_spans(events: Sequence[Event], base_ns: int) -> Spans:
     begin_us = np.array([event.ts for event in events], dtype=np.float64)
     took_us = np.array([event.dur or 0.0 for event in events], dtype=np.float64)
     whole_us = np.floor(begin_us)
-    begin = whole_us.astype(np.int64) * 1000 + np.rint((begin_us - whole_us) * 1000).astype(np.int64)
+    begin = whole_us.astype(np.int64) * 1000 + np.rint((begin_us - whole_us) * 1000).astype(
+        np.int64
+    )
     begin += base_ns
     return np.stack((begin, begin + np.rint(took_us * 1000).astype(np.int64)), axis=1)
 
@@ -587,11 +653,19 @@ def _is_device(label: str) -> bool:
 
 def _device_name(pid: object, label: str) -> str:
     """Return the name of the device of a process entry: the label, or the number."""
-    name = label if _is_device(label) else f"GPU {pid}" if isinstance(pid, int) else str(pid or "device")
+    name = (
+        label
+        if _is_device(label)
+        else f"GPU {pid}"
+        if isinstance(pid, int)
+        else str(pid or "device")
+    )
     return name[:_LONGEST_NAME]
 
 
 def _says_device(trace: Trace) -> bool:
     """Return whether the header of a trace lists a device, or a device backend such as NCCL."""
     backend = str(trace.metadata.get("distributedInfo")).lower()
-    return bool(trace.metadata.get("deviceProperties")) or any(name in backend for name in _BETWEEN_DEVICES)
+    return bool(trace.metadata.get("deviceProperties")) or any(
+        name in backend for name in _BETWEEN_DEVICES
+    )

@@ -1,4 +1,6 @@
-"""The stages of a step: rows of the controller's stages, stages around the step, and the Gantt chart."""
+"""The stages of a step: rows of the controller's stages, stages around the step,
+and the Gantt chart.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,9 @@ PARTS = 240
 def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
     """Return the controller's stages in order of their first begin, and the rest of the step.
 
-    The time of starting and stopping the capture is a row of its own. All other time is divided equally among
-    the outermost stages that run, so the shares of rows with depth 0 add up to 1. Nested stages divide the
-    time of their parent in the same way.
+    The time of starting and stopping the capture is a row of its own. All other time is divided
+    equally among the outermost stages that run, so the shares of rows with depth 0 add up to 1.
+    Nested stages divide the time of their parent in the same way.
 
     Args:
         step: The step.
@@ -92,15 +94,17 @@ def _row(
 def capture_time(step: Step) -> Spans:
     """Return the time in which the loop only waited for recordings to start or stop.
 
-    Included are the pauses around the step and, outside stages, the calls that start or stop recordings.
-    Inside a stage (discrete mode), starts and stops of tools that record the same stage are included, because
-    other tools delay nobody. A worker's stage that the controller does not have counts only while the
-    controller is in exactly one stage.
+    Included are the pauses around the step and, outside stages, the calls that start or stop
+    recordings. Inside a stage (discrete mode), starts and stops of tools that record the same stage
+    are included, because other tools delay nobody. A worker's stage that the controller does not
+    have counts only while the controller is in exactly one stage.
     """
     if step.manifest is None:
         return EMPTY
     whole, stages = step.during(), {span.name for span in step.stages}
-    recorded = (span for worker in step.workers for span in worker.tool_spans if span.stage is not None)
+    recorded = (
+        span for worker in step.workers for span in worker.tool_spans if span.stage is not None
+    )
     # By stage; "" for stages that the controller does not have.
     tools = grouped(recorded, lambda span: span.stage if span.stage in stages else "")
     elsewhere = time_of(tools.pop("", []))
@@ -137,7 +141,9 @@ def requests_running(step: Step) -> list[RunningRow]:
     """Return the mean number of unfinished requests of each replica, per part of the step."""
     served = ((worker.name, request) for worker in step.of_capture for request in worker.requests)
     rows = []
-    for (replica, name), of in sorted(grouped(served, lambda one: (one[1].replica, one[0])).items()):
+    for (replica, name), of in sorted(
+        grouped(served, lambda one: (one[1].replica, one[0])).items()
+    ):
         spans = np.array([(one.begin_ns, one.end_ns) for _, one in of], np.int64)
         means = _running(spans, step.begin_ns, step.end_ns)
         rows.append(RunningRow(worker=name, replica=replica, requests=means.round(2).tolist()))
@@ -154,7 +160,10 @@ def _running(spans: Spans, begin_ns: int, end_ns: int) -> NDArray[np.float64]:
 
 def gantt(step: Step) -> Iterator[GanttSpan]:
     """Yield the runs of the controller's stages, then of each worker's."""
-    for lane, stages in (("controller", step.stages), *((one.name, one.stages) for one in step.workers)):
+    for lane, stages in (
+        ("controller", step.stages),
+        *((one.name, one.stages) for one in step.workers),
+    ):
         for span, row in stages_by_row(stages):
             yield GanttSpan(
                 lane=lane,

@@ -75,13 +75,17 @@ def read_lanes(
         TraceFormatError: There is neither a manifest nor a readable trace.
     """
     step, coverage = Step(inputs.manifest, inputs.capture), _expected(inputs)
-    notes = [f"counted as communication by the option: {pattern}" for pattern in inputs.communication]
+    notes = [
+        f"counted as communication by the option: {pattern}" for pattern in inputs.communication
+    ]
     notes += inputs.notes
     jobs = list(_jobs(inputs, step, coverage))
     read = results([(partial(read_lane, job), job.sources) for job in jobs], inputs.ray)
     for job, traces in zip(jobs, read, strict=True):
         if isinstance(traces, TraceFormatError):
-            problems = [str(TraceFormatError(source.path, traces.problem)) for source in job.sources]
+            problems = [
+                str(TraceFormatError(source.path, traces.problem)) for source in job.sources
+            ]
             traces = LaneTraces(problems=problems)
         _add(traces, job, step, coverage)
         notes += traces.notes
@@ -139,7 +143,9 @@ def _add(traces: LaneTraces, job: LaneJob, step: Step, coverage: Coverage) -> No
 
 
 def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None = None) -> Content:
-    """Read the traces and logs of one step; arguments and errors are those of :func:`read_lanes`."""
+    """Read the traces and logs of one step; arguments and errors are those
+    of :func:`read_lanes`.
+    """
     step, coverage, notes = read_lanes(inputs, on_progress)
     calls, unmatched = collectives.matched_calls(step)
     counts: capture_rows.Counts = defaultdict(list)
@@ -160,7 +166,8 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
 
 
 def build_report(inputs: StepInputs, content: Content) -> Report:
-    """Compute the report of a step; predictions (critical path, changes that would help) are added later.
+    """Compute the report of a step; predictions (critical path, changes that would help) are added
+    later.
 
     Args:
         inputs: The step.
@@ -224,7 +231,9 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
 
 
 def _parts(
-    step: Step, devices: list[tuple[list[Lane], Mapping[str, Spans]]], explanation: Explanation | None
+    step: Step,
+    devices: list[tuple[list[Lane], Mapping[str, Spans]]],
+    explanation: Explanation | None,
 ) -> dict[str, dict[str, float]]:
     """Return the parts (s) of causes of idle time that are divided further."""
     parts = {}
@@ -245,7 +254,9 @@ def _of_manifest(manifest: Manifest, step: Step) -> dict[str, Any]:
         "complete": manifest.complete,
         "clocks": [clock for clock in manifest.clocks if clock.samples],
         "metrics": manifest.metrics,
-        "measures": [row for worker in manifest.workers for row in capture_rows.measures_of(worker)],
+        "measures": [
+            row for worker in manifest.workers for row in capture_rows.measures_of(worker)
+        ],
         "costs": capture_rows.costs(manifest),
         "running": anatomy.requests_running(step),
         "outside": anatomy.outside_rows(manifest),

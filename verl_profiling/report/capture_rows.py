@@ -1,4 +1,6 @@
-"""Table rows made from the manifest and the trajectory logs: measures, costs, requests, counters."""
+"""Table rows made from the manifest and the trajectory logs: measures, costs,
+requests, counters.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def requests(manifest: Manifest) -> list[RequestRow]:
     rows = []
     for worker, request in [(one, request) for one in manifest.workers for request in one.requests]:
         known: dict[str, Any] = {
-            name.replace("_ns", "_us"): _since(manifest.begin_ns, value) if name.endswith("_ns") else value
+            name.replace("_ns", "_us"): _since(manifest.begin_ns, value)
+            if name.endswith("_ns")
+            else value
             for name, value in msgspec.structs.asdict(request).items()
         }
         row = RequestRow(
@@ -69,7 +73,9 @@ def _since(begin_ns: int, time_ns: int) -> float | None:
 
 
 def per_token_us(request: Request) -> float | None:
-    """Return the mean time per response token (us), without the first token, which is part of prefill."""
+    """Return the mean time per response token (us), without the first token,
+    which is part of prefill.
+    """
     if not request.first_token_ns or request.response_tokens < 2:
         return None
     decode_ns = (request.last_token_ns or request.end_ns) - request.first_token_ns
@@ -77,7 +83,9 @@ def per_token_us(request: Request) -> float | None:
 
 
 def clock_notes(manifest: Manifest) -> Iterator[str]:
-    """Yield a note for each worker whose host's clock was set, or slewed by NTP, during the capture."""
+    """Yield a note for each worker whose host's clock was set, or slewed by NTP,
+    during the capture.
+    """
     for worker in manifest.workers:
         if worker.anchors:
             first, last = worker.anchors[0], worker.anchors[-1]
@@ -86,7 +94,8 @@ def clock_notes(manifest: Manifest) -> Iterator[str]:
             if abs(set_ns) > max(_SET_CLOCK_NS, _SET_CLOCK_SHARE * passed_ns):
                 by = duration(set_ns / 1e9, signed=True)
                 yield (
-                    f"{worker.name}: the clock of {worker.identity.host} was set by {by} during the capture; "
+                    f"{worker.name}: the clock of {worker.identity.host} was set by {by} "
+                    "during the capture; "
                     "its lane may be off by as much"
                 )
 
@@ -101,7 +110,9 @@ def counter_rows(counts: Counts, begin_ns: int, end_ns: int) -> Iterator[Counter
     A sample is valid until the next one; the last sample before the step is the value at its begin.
     """
     for (lane, name), said in counts.items():
-        known = sorted((at_ns, value) for at_ns, value in said if at_ns <= end_ns and math.isfinite(value))
+        known = sorted(
+            (at_ns, value) for at_ns, value in said if at_ns <= end_ns and math.isfinite(value)
+        )
         held = [
             (max(at_ns, begin_ns), until_ns, value)
             for (at_ns, value), (until_ns, _) in pairwise([*known, (end_ns, 0.0)])
@@ -124,7 +135,9 @@ def unfinished_requests(rows: Iterable[ReplicaRow]) -> Iterator[str]:
     """Yield a note for each replica with requests that failed."""
     for row in rows:
         if row.failed:
-            yield f"{row.worker}: {row.failed:,} of {row.requests:,} requests failed or were aborted"
+            yield (
+                f"{row.worker}: {row.failed:,} of {row.requests:,} requests failed or were aborted"
+            )
 
 
 def replica_rows(requests: Iterable[RequestRow]) -> list[ReplicaRow]:
@@ -138,7 +151,9 @@ def slowest_replica(rows: Iterable[ReplicaRow]) -> tuple[ReplicaRow, float] | No
 
     ``None`` if no replica is an outlier.
     """
-    known = sorted(((row.per_token_p50_us, row) for row in rows if row.per_token_p50_us), key=itemgetter(0))
+    known = sorted(
+        ((row.per_token_p50_us, row) for row in rows if row.per_token_p50_us), key=itemgetter(0)
+    )
     usual_us = median([us for us, _ in known[:-1]] or [math.inf])
     return (known[-1][1], usual_us) if known and known[-1][0] > _SLOWER * usual_us else None
 
@@ -150,7 +165,8 @@ def slow_replica(rows: Iterable[ReplicaRow]) -> str:
     row, usual_us = found
     return (
         f"compare host and device of {row.worker} with those of the other replicas: it takes "
-        f"{duration((row.per_token_p50_us or 0.0) / 1e6)} a token, the others {duration(usual_us / 1e6)}"
+        f"{duration((row.per_token_p50_us or 0.0) / 1e6)} a token, the others "
+        f"{duration(usual_us / 1e6)}"
     )
 
 
@@ -186,7 +202,9 @@ def _replica_row(requests: list[RequestRow]) -> ReplicaRow:
 
 
 def _cache_hit_share(requests: list[RequestRow]) -> float | None:
-    """Return the cached share (0 to 1) of prompt tokens, over requests whose cached tokens are known."""
+    """Return the cached share (0 to 1) of prompt tokens,
+    over requests whose cached tokens are known.
+    """
     prompts = cached = 0
     for request in requests:
         if request.cached_tokens is not None:

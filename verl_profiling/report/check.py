@@ -32,7 +32,9 @@ from verl_profiling.trajectory_log import LOG_SUFFIX, read_log
 from verl_profiling.units import visible_text_of
 from verl_profiling.watch_log import WATCH_LOG, latest_step, read_watch_log
 
-Status = Literal["ok", "begun", "cut", "missing", "empty", "truncated", "unreadable", "failed", "skipped"]
+Status = Literal[
+    "ok", "begun", "cut", "missing", "empty", "truncated", "unreadable", "failed", "skipped"
+]
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +62,8 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
         directory: The checked folder or trace.
         ok: Whether every artifact is ``ok`` (or was skipped on purpose).
         artifacts: One entry per artifact.
-        note: Notes on plain traces, or advice on capturing a step for a watched run without captures.
+        note: Notes on plain traces, or advice on capturing a step for a watched run without
+            captures.
     """
 
     directory: str
@@ -75,7 +78,8 @@ def check(path: Path, limits: Limits | None = None, ray: str | None = None) -> C
     Args:
         path: The folder, or a trace.
         limits: How much of each trace is read.
-        ray: Address of the Ray cluster that reads the artifacts of step folders; ``None`` for this host.
+        ray: Address of the Ray cluster that reads the artifacts of step folders; ``None`` for this
+            host.
 
     Raises:
         TraceFormatError: There is nothing to check.
@@ -98,7 +102,9 @@ def check(path: Path, limits: Limits | None = None, ray: str | None = None) -> C
     else:
         raise TraceFormatError(path, "no such file or folder")
     ok = all(entry.status in ("ok", "skipped") for entry in checked)
-    return visible_text_of(CheckResult(directory=str(path), ok=ok, artifacts=checked, note="\n".join(notes)))
+    return visible_text_of(
+        CheckResult(directory=str(path), ok=ok, artifacts=checked, note="\n".join(notes))
+    )
 
 
 def _check_traces(folder: Path, limits: Limits, notes: list[str]) -> Iterator[Checked]:
@@ -137,10 +143,14 @@ def _check_losses(run: Path, info: RunInfo) -> Iterator[Checked]:
     """Yield what ``run.json`` lists and the folder of the run does not hold."""
     for step, why in info.not_captured.items():
         if not (run / step_folder_name(step)).exists():
-            yield Checked(path=RUN_NAME, status="missing", reason=f"step {step} was not captured: {why}")
+            yield Checked(
+                path=RUN_NAME, status="missing", reason=f"step {step} was not captured: {why}"
+            )
     for name in info.captured:
         if "/" not in name and not (run / name).exists():
-            reason = f"{RUN_NAME} lists this capture; its folder was removed, renamed or never uploaded"
+            reason = (
+                f"{RUN_NAME} lists this capture; its folder was removed, renamed or never uploaded"
+            )
             if why := info.failed.get(name, ""):
                 reason += f": {why}"
             yield Checked(path=name, status="missing", reason=reason)
@@ -148,7 +158,10 @@ def _check_losses(run: Path, info: RunInfo) -> Iterator[Checked]:
         for step in info.scheduled_steps:
             name = step_folder_name(step)
             if name not in info.captured and not (run / name).exists():
-                reason = f"step {step} of schedule.steps has no folder, and training did not end: {info.over}"
+                reason = (
+                    f"step {step} of schedule.steps has no folder, and training did not "
+                    f"end: {info.over}"
+                )
                 yield Checked(path=RUN_NAME, status="missing", reason=reason)
 
 
@@ -173,7 +186,9 @@ def _check_step(folder: Path, limits: Limits, ray: str | None) -> Iterator[Check
         yield Checked(path=MANIFEST_NAME, status="empty", reason=reason)
 
 
-def _check_workers(folder: Path, manifest: Manifest, limits: Limits, ray: str | None) -> Iterator[Checked]:
+def _check_workers(
+    folder: Path, manifest: Manifest, limits: Limits, ray: str | None
+) -> Iterator[Checked]:
     calls = [
         _check_where_it_is(folder, manifest.capture_id, worker.name, artifact, limits, ray)
         for worker in manifest.workers
@@ -185,7 +200,9 @@ def _check_workers(folder: Path, manifest: Manifest, limits: Limits, ray: str | 
             if isinstance(entry, TraceFormatError):
                 entry = Checked(path=artifact.path, status="missing", reason=entry.problem)
             yield entry
-        explained = any(artifact.status not in ("ok", "pending", "skipped") for artifact in worker.artifacts)
+        explained = any(
+            artifact.status not in ("ok", "pending", "skipped") for artifact in worker.artifacts
+        )
         if worker.status not in ("ok", "skipped") and not explained:  # it died, for one
             yield Checked(path=worker.name, status=worker.status, reason=worker.reason)
 
@@ -196,13 +213,17 @@ def _check_where_it_is(
     """Return the call that checks an artifact on the host that has it, and the file."""
     there = on_other_host(folder, artifact, ray)
     folder = folder.absolute()  # a task has another working directory
-    file = Source(path=folder / artifact.path, lane=artifact.lane, worker=worker, role="", where=there)
+    file = Source(
+        path=folder / artifact.path, lane=artifact.lane, worker=worker, role="", where=there
+    )
     if there:
         return partial(_check_there, there, capture_id, worker, artifact, limits), [file]
     return partial(_check_artifact, folder, artifact, limits), [file]
 
 
-def _check_there(there: str, capture_id: str, worker: str, artifact: Artifact, limits: Limits) -> Checked:
+def _check_there(
+    there: str, capture_id: str, worker: str, artifact: Artifact, limits: Limits
+) -> Checked:
     folder = recorded_folder(there, artifact.path, worker, capture_id)
     return _check_artifact(folder, artifact, limits)
 
@@ -219,8 +240,13 @@ def _check_artifact(folder: Path, artifact: Artifact, limits: Limits) -> Checked
         return _check_folder(name, path, limits)
     is_read = path.name.endswith((".json", ".json.gz", LOG_SUFFIX))
     found = _check_file(name, path, limits, content=None if is_read else _bytes)
-    if artifact.status in ("empty", "failed", "truncated") and found.status in ("ok", artifact.status):
-        return msgspec.structs.replace(found, status=artifact.status, reason=artifact.reason or found.reason)
+    if artifact.status in ("empty", "failed", "truncated") and found.status in (
+        "ok",
+        artifact.status,
+    ):
+        return msgspec.structs.replace(
+            found, status=artifact.status, reason=artifact.reason or found.reason
+        )
     return found
 
 

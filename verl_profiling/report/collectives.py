@@ -1,19 +1,20 @@
 """Collectives and stragglers: matches the calls of ranks, and computes their waits for each other.
 
-The ranks of a process group leave a collective together. So the last rank to enter a call has the shortest
-run, and the length of this run is the cost of the call. Every other rank waits for the time by which its run
-exceeds the cost:
+The ranks of a process group leave a collective together. So the last rank to enter a call has the
+shortest run, and the length of this run is the cost of the call. Every other rank waits for the
+time by which its run exceeds the cost:
 
     waiting of a rank = union, over its calls, of [begin, end - cost)
 
-Calls are matched by their order and their end. A profiler that begins late, or has a hole, misses calls.
+Calls are matched by their order and their end. A profiler that begins late, or has a hole, misses
+calls.
 
 Concurrent waits of a rank count once. Waiting lies inside the calls, so it never exceeds the rank's
-communication. Only durations are compared between ranks, so clock offsets have no influence. Without a
-manifest, calls of several hosts are matched only if all ranks have as many.
+communication. Only durations are compared between ranks, so clock offsets have no influence.
+Without a manifest, calls of several hosts are matched only if all ranks have as many.
 
-If some ranks of a group are not captured, the result is a lower bound of the waits, and the last rank is
-unknown. A collective of unknown group yields nothing.
+If some ranks of a group are not captured, the result is a lower bound of the waits, and the last
+rank is unknown. A collective of unknown group yields nothing.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class Calls(NamedTuple):
 
 
 def matched_calls(step: Step) -> tuple[list[Calls], list[str]]:
-    """Return the calls that all ranks of a group left together, and a note on the runs without such a call.
+    """Return the calls that all ranks of a group left together, and a note on the runs without such
+    a call.
 
     Groups of different replicas have the same name, but are different groups.
     """
@@ -107,19 +109,30 @@ def matched_calls(step: Step) -> tuple[list[Calls], list[str]]:
             matched += runs.shape[0] * runs.shape[1]
             if runs.shape[1]:
                 took = runs[:, :, 1] - runs[:, :, 0]
-                found.append(Calls(role, name, group, lanes, runs, took.min(axis=0), took.argmin(axis=0)))
+                found.append(
+                    Calls(role, name, group, lanes, runs, took.min(axis=0), took.argmin(axis=0))
+                )
     if matched == recorded:
         return found, []
     many = f"{recorded - matched:,} of {recorded:,} runs of collectives"
-    return found, [f"{many} fit no run of every other rank, by order and end; their waits are unknown"]
+    return found, [
+        f"{many} fit no run of every other rank, by order and end; their waits are unknown"
+    ]
 
 
 def _engines(lanes: list[Lane], size: int) -> list[list[Lane]]:
-    """Divide lanes that name the same group: several engines, each with its ranks from 0, name them alike."""
+    """Divide lanes that name the same group: several engines, each with its ranks from 0,
+    name them alike.
+    """
     by_rank = defaultdict(list)
     for lane in lanes:
         by_rank[lane.source.rank].append(lane)
-    if size and len(lanes) > size and len(by_rank) == size and len(set(map(len, by_rank.values()))) == 1:
+    if (
+        size
+        and len(lanes) > size
+        and len(by_rank) == size
+        and len(set(map(len, by_rank.values()))) == 1
+    ):
         return [list(engine) for engine in zip(*by_rank.values(), strict=True)]
     return [lanes] if 1 < len(lanes) <= (size or len(lanes)) else []
 
@@ -127,8 +140,9 @@ def _engines(lanes: list[Lane], size: int) -> list[list[Lane]]:
 def _left_together(of_lanes: Sequence[Spans], error_ns: int, is_one_clock: bool) -> Ints:
     """Return the runs of the calls that all ranks left together, shape (ranks, calls, 2).
 
-    The nth runs of all ranks are one call, unless their ends say otherwise: a profiler that began one call
-    later, and ended one later, has as many runs. With other numbers of runs, those that end together are.
+    The nth runs of all ranks are one call, unless their ends say otherwise: a profiler that began
+    one call later, and ended one later, has as many runs. With other numbers of runs, those that
+    end together are.
 
     Args:
         of_lanes: The runs of each rank, sorted by begin.
@@ -139,7 +153,8 @@ def _left_together(of_lanes: Sequence[Spans], error_ns: int, is_one_clock: bool)
     is_call = _is_call(by_end, error_ns)
     if len(set(map(len, of_lanes))) == 1:
         by_order = np.stack(of_lanes)
-        # gloo on a busy machine records runs of one call 10 ms apart: then few ends fit, by either match.
+        # gloo on a busy machine records runs of one call 10 ms apart: then few ends fit, by either
+        # match.
         common = _recorded_by_all(of_lanes)
         if not common and is_one_clock:
             return by_order[:, :0]
@@ -151,11 +166,12 @@ def _left_together(of_lanes: Sequence[Spans], error_ns: int, is_one_clock: bool)
 
 
 def _left_steadily(of_lanes: Sequence[Spans]) -> Ints:
-    """Return the runs of the calls that all ranks left together, of hosts whose clocks are not compared.
+    """Return the runs of the calls that all ranks left together, of hosts whose clocks are not
+    compared.
 
-    Ends that are near to each other may be of different calls. But the ends of one call are as far apart as
-    those of the next one, which tells a match by order from one by end. With other numbers of runs, neither
-    is known.
+    Ends that are near to each other may be of different calls. But the ends of one call are as far
+    apart as those of the next one, which tells a match by order from one by end. With other numbers
+    of runs, neither is known.
     """
     if len(set(map(len, of_lanes))) > 1:
         return np.stack([runs[:0] for runs in of_lanes])
@@ -165,7 +181,9 @@ def _left_steadily(of_lanes: Sequence[Spans]) -> Ints:
 
 
 def _unsteady_ns(runs: Ints) -> float:
-    """Return by how much the distance of the ranks' ends differs between matched runs, on average (ns)."""
+    """Return by how much the distance of the ranks' ends differs between matched runs,
+    on average (ns).
+    """
     apart_ns = runs[:, :, 1] - runs[0, :, 1]
     return float(np.abs(apart_ns - np.median(apart_ns, axis=1, keepdims=True)).mean())
 
@@ -178,12 +196,17 @@ def _recorded_by_all(of_lanes: Sequence[Spans]) -> int:
 
 
 def _by_end(of_lanes: Sequence[Spans]) -> Ints:
-    """Return the runs of all ranks whose ends are the nearest to each other, shape (ranks, calls, 2)."""
+    """Return the runs of all ranks whose ends are the nearest to each other,
+    shape (ranks, calls, 2).
+    """
     by_end = [runs[np.argsort(runs[:, 1], kind="stable")] for runs in of_lanes]
     fewest = min(by_end, key=len)
     nearest = [_nearest(runs[:, 1], fewest[:, 1]) for runs in by_end]
     own = np.arange(len(fewest))
-    backs = (_nearest(fewest[:, 1], runs[:, 1])[at] == own for runs, at in zip(by_end, nearest, strict=True))
+    backs = (
+        _nearest(fewest[:, 1], runs[:, 1])[at] == own
+        for runs, at in zip(by_end, nearest, strict=True)
+    )
     is_mutual = np.logical_and.reduce(list(backs))
     return np.stack([runs[at[is_mutual]] for runs, at in zip(by_end, nearest, strict=True)])
 
@@ -196,7 +219,9 @@ def _nearest(ends: Ints, times: Ints) -> Ints:
 
 
 def _is_call(runs: Ints, error_ns: int) -> NDArray[np.bool_]:
-    """Return which matched runs are one call: side by side, with ends nearer than half of the longest."""
+    """Return which matched runs are one call: side by side,
+    with ends nearer than half of the longest.
+    """
     enter, leave = runs[:, :, 0], runs[:, :, 1]
     is_beside = leave.min(axis=0) + error_ns >= enter.max(axis=0)
     spread = leave.max(axis=0) - leave.min(axis=0) - error_ns
@@ -205,7 +230,9 @@ def _is_call(runs: Ints, error_ns: int) -> NDArray[np.bool_]:
 
 def waits(calls: Iterable[Calls]) -> dict[Lane, Spans]:
     """Return the time in which each rank waited in any collective."""
-    return _by_lane((lane, one.waiting(rank)) for one in calls for rank, lane in enumerate(one.lanes))
+    return _by_lane(
+        (lane, one.waiting(rank)) for one in calls for rank, lane in enumerate(one.lanes)
+    )
 
 
 def _in_calls(calls: Iterable[Calls]) -> dict[Lane, Spans]:
@@ -221,7 +248,9 @@ def _by_lane(parts: Iterable[tuple[Lane, Spans]]) -> dict[Lane, Spans]:
 
 
 def unmatched(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
-    """Return the observed communication of each lane outside of matched calls, whose waits are unknown."""
+    """Return the observed communication of each lane outside of matched calls,
+    whose waits are unknown.
+    """
     matched = _in_calls(calls)
     return {
         lane: intersection(subtract(lane.communication, matched.get(lane, EMPTY)), lane.observed)
@@ -239,18 +268,23 @@ def _perhaps_waiting(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
     """Return the known waits in collectives, and exposed communication that may be a wait."""
     whole = _in_calls(one for one in calls if one.is_whole)
     return {
-        lane: union(lane.waiting, subtract(lane.communication, union(lane.compute, whole.get(lane, EMPTY))))
+        lane: union(
+            lane.waiting, subtract(lane.communication, union(lane.compute, whole.get(lane, EMPTY)))
+        )
         for lane in step.lanes
     }
 
 
 def last_to(stage: str, step: Step, calls: Iterable[Calls], least: float) -> tuple[str, float]:
-    """Return the rank that was last to enter the collectives of a stage, and the others' total wait (s).
+    """Return the rank that was last to enter the collectives of a stage, and the others' total wait
+    (s).
 
-    An empty stage means the whole step. The result is empty if ranks take turns in being last, or if the
-    waits are less than the share ``least`` of the stage. Only captured ranks count.
+    An empty stage means the whole step. The result is empty if ranks take turns in being last, or
+    if the waits are less than the share ``least`` of the stage. Only captured ranks count.
     """
-    waited: defaultdict[tuple[str, str], list[Spans]] = defaultdict(list)  # by (last rank, waiting rank)
+    waited: defaultdict[tuple[str, str], list[Spans]] = defaultdict(
+        list
+    )  # by (last rank, waiting rank)
     longest = 0
     for one in calls:
         for index, lane in enumerate(one.lanes):
@@ -280,7 +314,8 @@ def collective_rows(calls: Iterable[Calls]) -> list[CollectiveRow]:
                 group=one.group.ranks,
                 calls=len(one.cost),
                 median_us=float(np.median(one.cost)) / 1000,
-                wait_us=sum(length(union(one.waiting(rank))) for rank in range(len(one.lanes))) / 1000,
+                wait_us=sum(length(union(one.waiting(rank))) for rank in range(len(one.lanes)))
+                / 1000,
                 late=one.lanes[late].name if one.is_whole else "",
                 late_share=times / len(one.cost) if one.is_whole else 0.0,
             )
@@ -289,13 +324,15 @@ def collective_rows(calls: Iterable[Calls]) -> list[CollectiveRow]:
 
 
 def stragglers(step: Step, calls: Iterable[Calls]) -> list[StragglerRow]:
-    """Return the spread of work over the workers of a role, for each stage that several workers ran.
+    """Return the spread of work over the workers of a role, for each stage that several workers
+    ran.
 
-    Workers that communicate end a stage together, so durations of the stage show nothing. The work of a
-    worker is its time in the stage without waits in collectives. Stages that were open at the end of the
-    capture are left out. So are stages in which another worker may have worked as long, because its waits are
-    unknown. A rank may also have waited outside of its observed windows. If these miss a part of the stage,
-    the rank counts as slow only if it ends later by half of its lead.
+    Workers that communicate end a stage together, so durations of the stage show nothing. The work
+    of a worker is its time in the stage without waits in collectives. Stages that were open at the
+    end of the capture are left out. So are stages in which another worker may have worked as long,
+    because its waits are unknown. A rank may also have waited outside of its observed windows. If
+    these miss a part of the stage, the rank counts as slow only if it ends later by half of its
+    lead.
 
     Args:
         step: The step.
@@ -317,12 +354,17 @@ def stragglers(step: Step, calls: Iterable[Calls]) -> list[StragglerRow]:
         for stage, runs in stages.items():
             if len(runs) > 1 and not any(map(step.cut_off, chain.from_iterable(runs.values()))):
                 found = _rows(stage, role, runs, waited)
-                rows += (row for row in found if _is_seen(row, runs, observed) or _ends_last(row, runs))
+                rows += (
+                    row for row in found if _is_seen(row, runs, observed) or _ends_last(row, runs)
+                )
     return sorted(rows, key=lambda row: -row.behind_us)
 
 
 def _rows(
-    stage: str, role: str, runs: dict[str, list[StageSpan]], waited: Mapping[str, tuple[Spans, Spans]]
+    stage: str,
+    role: str,
+    runs: dict[str, list[StageSpan]],
+    waited: Mapping[str, tuple[Spans, Spans]],
 ) -> Iterator[StragglerRow]:
     worked, surely, waited_ns = {}, {}, 0
     for name, own in runs.items():
@@ -355,7 +397,9 @@ def _is_seen(
 
 
 def _ends_last(row: StragglerRow, runs: Mapping[str, Sequence[StageSpan]]) -> bool:
-    """Return whether the slowest worker ends the stage later than the others by at least half of its lead."""
+    """Return whether the slowest worker ends the stage later than the others by at least half
+    of its lead.
+    """
     ends = {name: max(span.end_ns for span in own) / 1000 for name, own in runs.items()}
     others = [us for name, us in ends.items() if name != row.slowest]
     lead_us = row.behind_us / len(others)

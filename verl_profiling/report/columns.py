@@ -1,7 +1,7 @@
 """The columns of the report's tables: one class of rows per table.
 
-``columns`` of a class lists the shown columns as ``heading=field``, or as ``field`` if the heading is the
-field's name without its unit. A column with a leading ``+`` is shown on the page only.
+``columns`` of a class lists the shown columns as ``heading=field``, or as ``field`` if the heading
+is the field's name without its unit. A column with a leading ``+`` is shown on the page only.
 
 All times are microseconds (``_us``) unless a name says otherwise; shares are fractions of 1.
 """
@@ -35,15 +35,16 @@ class StageRow(OutsideRow, frozen=True, kw_only=True):
     """One stage of the controller, over all its runs.
 
     Attributes:
-        name: The stage; also ``(starting and stopping the capture)``, which is part of no stage, and
-            ``(outside stages)``, the rest of the step.
+        name: The stage; also ``(starting and stopping the capture)``, which is part of no stage,
+            and ``(outside stages)``, the rest of the step.
         runs: Number of runs.
         begin_us: Begin of the first run, relative to the begin of the step.
         duration_us: Total time in the stage, without the starts and stops of tools.
-        share: Share of the step. Time in which several stages run side by side is divided equally among
-            them, so the shares of all rows with depth 0 add up to 1.
+        share: Share of the step. Time in which several stages run side by side is divided equally
+            among them, so the shares of all rows with depth 0 add up to 1.
         depth: 0 for an outermost stage.
-        idle_us: Part of ``duration_us`` in which every lane was idle and no worker was in a stage of its own.
+        idle_us: Part of ``duration_us`` in which every lane was idle and no worker was in a stage
+            of its own.
     """
 
     columns: ClassVar[str] = "stage=name, runs, time=duration_us, share"
@@ -92,7 +93,8 @@ class PathRow(msgspec.Struct, frozen=True, kw_only=True):
         begin_us: Begin, relative to the begin of the step.
         duration_us: Duration.
         share: Share of the step.
-        idle_us: Part of a worker's ``duration_us`` in which all its lanes are idle, if a trace is recorded.
+        idle_us: Part of a worker's ``duration_us`` in which all its lanes are idle, if a trace is
+            recorded.
         worker: The lane, worker or loop alone.
     """
 
@@ -218,9 +220,11 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
         iterations: Number of iterations.
         prefill_us: Time in iterations that processed prompt tokens.
         decode_us: Time in iterations that only generated.
-        prefill_tokens: Prompt tokens processed; this and the next two are ``None`` if names do not say them.
+        prefill_tokens: Prompt tokens processed; this and the next two are ``None`` if names do not
+            say them.
         decode_tokens: Tokens generated.
-        again_tokens: Other computed tokens: again (after a preemption, retraction or pause), or in vain.
+        again_tokens: Other computed tokens: again (after a preemption, retraction or pause), or in
+            vain.
         finish_us: End of the last iteration, relative to the begin of the rollout.
     """
 
@@ -253,8 +257,10 @@ class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
         slowest: Worker with the longest work.
         slowest_us: Work of the slowest worker.
         median_us: Median work of the workers.
-        wait_us: Total wait of workers for others: in collectives, and after their own end of the stage.
-        behind_us: Sum, over the other workers, of the slowest worker's extra work: the waits that it causes.
+        wait_us: Total wait of workers for others: in collectives, and after their own end of the
+            stage.
+        behind_us: Sum, over the other workers, of the slowest worker's extra work: the waits that
+            it causes.
     """
 
     columns: ClassVar[str] = (
@@ -280,10 +286,10 @@ class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
         group: Ranks of the group, as the traces list them; for an NPU, the group's number.
         calls: Calls that every rank made.
         median_us: Median, over the calls, of the shortest run, which is the cost without waits.
-        wait_us: Time for which ranks waited for later ranks, summed over the ranks. Concurrent waits of one
-            rank count once.
-        late: Rank that arrived last most often, i.e. had the shortest run; empty if some ranks of the
-            group are unknown.
+        wait_us: Time for which ranks waited for later ranks, summed over the ranks. Concurrent
+            waits of one rank count once.
+        late: Rank that arrived last most often, i.e. had the shortest run; empty if some ranks of
+            the group are unknown.
         late_share: Share of the calls in which ``late`` arrived last.
     """
 
@@ -307,7 +313,8 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: The kernel.
-        stage: Stage that launched it, or ``""``; without a recorded launch, the stage in which it began.
+        stage: Stage that launched it, or ``""``; without a recorded launch, the stage in which it
+            began.
         calls: Number of calls.
         self_us: Time in the kernel, without nested calls.
         share: Share of the self time of all kernels.
@@ -326,8 +333,8 @@ class PartRow(msgspec.Struct, frozen=True, kw_only=True):
     """Time by cause.
 
     Attributes:
-        cause: Name of the cause. In a rollout, a cause of trajectories; while none ran, a span of their
-            processes, ``controller: <stage>``, or ``requests of no trajectory``.
+        cause: Name of the cause. In a rollout, a cause of trajectories; while none ran, a span of
+            their processes, ``controller: <stage>``, or ``requests of no trajectory``.
         seconds: Time of the cause; for the rollout, wall time.
         share: Share of the whole.
     """
@@ -346,8 +353,8 @@ class LostRow(PartRow, frozen=True, kw_only=True):
         cause: Name of the cause; ``docs/report.md`` defines each.
         seconds: Device-seconds: lanes that share a device count once.
         share: Share of the observed time of all devices.
-        parts: ``seconds`` by simultaneous cause of trajectories, spans of their processes, or stage of the
-            loop. Empty without recorded trajectories.
+        parts: ``seconds`` by simultaneous cause of trajectories, spans of their processes, or stage
+            of the loop. Empty without recorded trajectories.
     """
 
     parts: dict[str, float] = {}
@@ -362,8 +369,8 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
         worker: Name of the replica, e.g. ``rollout0``.
         replica: Index of the replica.
         begin_us: Time of sending, relative to the begin of the step, like all times of a request.
-        first_token_us: Time of the first token in the engine, or else of the first output at the sender;
-            ``None`` if neither is known.
+        first_token_us: Time of the first token in the engine, or else of the first output at the
+            sender; ``None`` if neither is known.
         end_us: Time of the complete response.
         latency_us: From sending to the complete response.
         prompt_tokens: Length of the prompt.
@@ -419,7 +426,8 @@ class RunningRow(msgspec.Struct, frozen=True, kw_only=True):
 class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
     """The totals of one replica's requests; ``None`` for values that its engine does not report.
 
-    Percentiles are of the requests that did not fail. All numbers but ``validation`` leave out validation.
+    Percentiles are of the requests that did not fail. All numbers but ``validation`` leave out
+    validation.
 
     Attributes:
         worker: Name of the replica, e.g. ``rollout0``.
@@ -527,8 +535,9 @@ class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         suspect: Lane or worker that may be the cause of a slow step.
         peers: Lanes or workers to compare with; the value of several peers is the median.
-        kind: ``stage``: time in a stage without waits for other ranks. ``time``: a part of the slow stage, or
-            of the step. ``kernel``: self time of a kernel. ``request``: median over an engine's requests.
+        kind: ``stage``: time in a stage without waits for other ranks. ``time``: a part of the slow
+            stage, or of the step. ``kernel``: self time of a kernel. ``request``: median over an
+                engine's requests.
             ``memory``: a peak.
         name: Name of the stage, the part of the time, the kernel or the measure.
         unit: Unit of the values.
@@ -536,7 +545,9 @@ class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
         peer_value: Value of the peers; ``None`` if they have none.
     """
 
-    columns: ClassVar[str] = "suspect, what=kind, name, suspect's=value, peers, peers'=peer_value, difference"
+    columns: ClassVar[str] = (
+        "suspect, what=kind, name, suspect's=value, peers, peers'=peer_value, difference"
+    )
 
     suspect: str
     peers: str
@@ -584,7 +595,9 @@ class CallRow(msgspec.Struct, frozen=True, kw_only=True):
         longest_s: Longest duration.
     """
 
-    columns: ClassVar[str] = "name, +role, calls, failed, time=seconds, p50_s, p90_s, p99_s, longest_s"
+    columns: ClassVar[str] = (
+        "name, +role, calls, failed, time=seconds, p50_s, p90_s, p99_s, longest_s"
+    )
 
     role: str
     name: str
@@ -685,7 +698,9 @@ class FailureRow(msgspec.Struct, frozen=True, kw_only=True):
         span: Last span that failed, else the last open span; empty if there is none.
     """
 
-    columns: ClassVar[str] = "error, validation=validate, trajectories, status, in=span, e.g.=example"
+    columns: ClassVar[str] = (
+        "error, validation=validate, trajectories, status, in=span, e.g.=example"
+    )
 
     validate: bool
     status: str
@@ -700,8 +715,8 @@ class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         version: The policy version.
-        behind: Version that the step trains minus this version, negative for a newer version; ``None`` if
-            unknown.
+        behind: Version that the step trains minus this version, negative for a newer version;
+            ``None`` if unknown.
         oldest: Number of trajectories whose oldest version is this one.
         newest: Number of trajectories whose newest version is this one.
         segments: Number of requests served with this version.

@@ -1,9 +1,9 @@
 """Compares two steps or two runs: changes of stages, lanes, causes and kernels, and their noise.
 
-Compared are medians over the captured steps of each side, and over all steps of the watch's log; runs of the
-watch need no captures. The noise
-is half the range over the steps of a side, the larger of both sides. Noise is known only if each side has
-several steps.
+Compared are medians over the captured steps of each side, and over all steps of the watch's log;
+runs of the watch need no captures. The noise
+is half the range over the steps of a side, the larger of both sides. Noise is known only if each
+side has several steps.
 """
 
 from __future__ import annotations
@@ -38,22 +38,24 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A number of both sides, in seconds per step.
 
     Attributes:
-        kind: ``step``, ``explained`` (part of the step's change), ``watch`` (step and exposed time of stages,
-            of all steps in the watch's log), ``stage``, ``outside`` (pauses of the capture, and stages around
-            the step), ``worker`` (busy time), ``lost`` (lane-seconds), ``trajectory`` (trajectory-seconds by
-            cause) or ``kernel`` (self time).
+        kind: ``step``, ``explained`` (part of the step's change), ``watch`` (step and exposed time
+            of stages, of all steps in the watch's log), ``stage``, ``outside`` (pauses of the
+            capture, and stages around the step), ``worker`` (busy time), ``lost`` (lane-seconds),
+            ``trajectory`` (trajectory-seconds by cause) or ``kernel`` (self time).
         name: Name of the part, stage, lane, cause or kernel.
         before_s: Median over the steps of A; ``None`` if A does not have it.
         after_s: Median over the steps of B; ``None`` if B does not have it.
         change_s: ``after_s - before_s``, where ``None`` counts as 0.
-        change_share: ``change_s / before_s``; ``None`` if ``before_s`` is 0 or ``None``. For ``explained``,
-            the share of the step of A.
+        change_share: ``change_s / before_s``; ``None`` if ``before_s`` is 0 or ``None``. For
+            ``explained``, the share of the step of A.
         noise_s: Half the range over the steps, the larger of both sides; ``None`` unless both
-            sides have several steps. For ``watch``, without a tenth of the steps at each end of the range;
-            for ``explained``, of the part's effect on the steps.
+            sides have several steps. For ``watch``, without a tenth of the steps at each end of the
+            range; for ``explained``, of the part's effect on the steps.
     """
 
-    columns: ClassVar[str] = "name=shown_name, before_s, after_s, change_s, relative=change_share, noise"
+    columns: ClassVar[str] = (
+        "name=shown_name, before_s, after_s, change_s, relative=change_share, noise"
+    )
 
     kind: str
     name: str
@@ -110,7 +112,9 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def explained(self) -> str:
-        """The step's change by part, with the parts that exceed the noise; empty without an explanation."""
+        """The step's change by part, with the parts that exceed the noise;
+        empty without an explanation.
+        """
         parts = [change for change in self.changes if change.kind == "explained"]
         step = next((change for change in self.changes if change.kind == "step"), None)
         if not parts or step is None or not step.before_s:
@@ -128,10 +132,14 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     def basis(self) -> str:
         """The number of compared steps on each side, and whether the noise is known, as text."""
         if not (self.before and self.after):
-            return "medians of the watch's {:,} steps before and {:,} after, without captures".format(
-                *self.logged
+            return (
+                "medians of the watch's {:,} steps before and {:,} after, without captures".format(
+                    *self.logged
+                )
             )
-        logged = f"; the watch has {self.logged[0]:,} and {self.logged[1]:,}" if all(self.logged) else ""
+        logged = (
+            f"; the watch has {self.logged[0]:,} and {self.logged[1]:,}" if all(self.logged) else ""
+        )
         if self.before > 1 and self.after > 1:
             steps = f"medians of {self.before} steps before and {self.after} after"
             return f"{steps}{logged}; noise is half their range"
@@ -141,7 +149,8 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def slower_than(self, share: float) -> list[Change]:
-        """Return the step and the stages that became slower by more than a share, a time and the noise.
+        """Return the step and the stages that became slower by more than a share, a time and the
+        noise.
 
         Stages below 1 % of the step are ignored, and so is the capture's own cost.
 
@@ -150,7 +159,10 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         """
         has_captures = any(change.kind == "step" for change in self.changes)
         kinds = ("step", "stage") if has_captures else ("watch",)
-        step_s = next((c.before_s for c in self.changes if c.kind in kinds and c.name == STEP), None) or 0.0
+        step_s = (
+            next((c.before_s for c in self.changes if c.kind in kinds and c.name == STEP), None)
+            or 0.0
+        )
         return [
             change
             for change in self.changes
@@ -187,7 +199,9 @@ def compare(
         past, now = ([_keyed("watch", seconds_of(step)) for step in side] for side in logged)
         changes += _changes(past, now)
     order = list(_TITLES)
-    changes.sort(key=lambda one: (order.index(one.kind), one.name == UNEXPLAINED, -abs(one.change_s)))
+    changes.sort(
+        key=lambda one: (order.index(one.kind), one.name == UNEXPLAINED, -abs(one.change_s))
+    )
     logs = (len(logged[0]), len(logged[1]))
     return Diff(before=len(before), after=len(after), changes=changes, logged=logs)
 
@@ -198,7 +212,8 @@ def _parts(
     before: Sequence[Report],
     after: Sequence[Report],
 ) -> Iterator[Change]:
-    """Yield the change of a step by part, or by stage of the loop where the parts leave most of it open.
+    """Yield the change of a step by part, or by stage of the loop where the parts leave most of it
+    open.
 
     Captures of other processes or stages have few parts in common, but each has the loop's stages.
     """
@@ -219,8 +234,12 @@ def _parts(
 def _by_stage(
     step: Change, before: Sequence[Report], after: Sequence[Report]
 ) -> Mapping[str, tuple[float, float]]:
-    """Return the change of each outermost stage of the loop, and its noise (s); the rest is unexplained."""
-    left, right = ([_keyed("stage", stage_seconds(report)) for report in side] for side in (before, after))
+    """Return the change of each outermost stage of the loop, and its noise (s);
+    the rest is unexplained.
+    """
+    left, right = (
+        [_keyed("stage", stage_seconds(report)) for report in side] for side in (before, after)
+    )
     stages = _changes(left, right)
     rest_s = step.change_s - sum(stage.change_s for stage in stages)
     parts = {stage.name: (stage.change_s, stage.noise_s or 0.0) for stage in stages}
@@ -232,7 +251,10 @@ _Key = tuple[str, str]
 
 def _join(*sides: list[dict[_Key, float]]) -> None:
     """Join causes of requests on both sides, if one side has them joined only."""
-    known = [{name for numbers in side for kind, name in numbers if kind == "trajectory"} for side in sides]
+    known = [
+        {name for numbers in side for kind, name in numbers if kind == "trajectory"}
+        for side in sides
+    ]
     for part, whole in joined_causes(*known).items():
         for numbers in chain(*sides):
             part_s = numbers.pop(("trajectory", part), 0.0)
@@ -265,9 +287,13 @@ def _changes(before: list[dict[_Key, float]], after: list[dict[_Key, float]]) ->
 def _change(key: _Key, before: list[dict[_Key, float]], after: list[dict[_Key, float]]) -> Change:
     sides = [_values(key, steps) for steps in (before, after)]
     a, b = (median(values) if values else None for values in sides)
-    known = all(len(values) > 1 for values in sides if values) and len(before) > 1 and len(after) > 1
+    known = (
+        all(len(values) > 1 for values in sides if values) and len(before) > 1 and len(after) > 1
+    )
     ranges = [
-        middle(values) if key[0] == "watch" else (min(values), max(values)) for values in sides if values
+        middle(values) if key[0] == "watch" else (min(values), max(values))
+        for values in sides
+        if values
     ]
     difference = (b or 0.0) - (a or 0.0)
     return Change(
@@ -301,5 +327,11 @@ def print_diff(diff: Diff, console: Console) -> None:
         headings, lines = cells(rows[:_SHOWN])
         for line in lines:
             line[0] = named(without_middle(line[0].text))
-        more = f"{len(rows) - _SHOWN:,} more, with smaller changes: --json" if len(rows) > _SHOWN else ""
-        print_table(console, title, headings, lines, more, [not change.stands_out for change in rows])
+        more = (
+            f"{len(rows) - _SHOWN:,} more, with smaller changes: --json"
+            if len(rows) > _SHOWN
+            else ""
+        )
+        print_table(
+            console, title, headings, lines, more, [not change.stands_out for change in rows]
+        )

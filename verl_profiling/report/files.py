@@ -1,7 +1,7 @@
 """Reports for other programs: files, data frames, and the scalars of trackers.
 
-Event files are written with tensorboard's own writer, without torch. All points of a run go into one
-TensorBoard run, under ``profiling/``.
+Event files are written with tensorboard's own writer, without torch. All points of a run go into
+one TensorBoard run, under ``profiling/``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _DTYPES: dict[Any, str] = {
 
 
 def write_csv(reports: Sequence[Report], folder: Path) -> list[Path]:
-    """Write ``stages.csv``, ``workers.csv`` and so on; empty tables too, so that older files are replaced.
+    """Write ``stages.csv``, ``workers.csv`` and so on; empty tables too, so that older files are
+    replaced.
 
     Args:
         reports: One report per step; the first columns are the step's title, folder and number.
@@ -83,8 +84,12 @@ def data_frame(
 
 
 def _plain(value: Any) -> Any:
-    """Return a cell, quoted if a spreadsheet would read it as a formula (OWASP, "CSV Injection")."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
+    """Return a cell, quoted if a spreadsheet would read it as a formula (OWASP,
+    "CSV Injection").
+    """
+    return (
+        f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
+    )
 
 
 def write_tensorboard(reports: Sequence[Report], logdir: Path) -> None:
@@ -96,21 +101,28 @@ def write_tensorboard(reports: Sequence[Report], logdir: Path) -> None:
     """
     if sum(report.step is None for report in reports) > 1:
         titles = "; ".join(report.title for report in reports if report.step is None)
-        raise ConfigError("--tensorboard", f"needs steps with numbers, or one recording; there are: {titles}")
+        raise ConfigError(
+            "--tensorboard", f"needs steps with numbers, or one recording; there are: {titles}"
+        )
     file = EventFile(real_folder(logdir), "--tensorboard")
     for report in reports:
         file.add(report.step or 0, {f"profiling/{name}": value for name, value in scalars(report)})
 
 
 def scalars(report: Report) -> Iterator[tuple[str, float]]:
-    """Yield the main numbers of a report by name, for any metric tracker; ``profiled`` is 1 for each step."""
+    """Yield the main numbers of a report by name, for any metric tracker;
+    ``profiled`` is 1 for each step.
+    """
     yield "profiled", 1.0
     yield "step_s", report.span_us / 1e6
     for stage in report.stages:
         yield f"stage/{stage.name.strip('()').replace(' ', '_')}_s", stage.duration_us / 1e6
     span = sum(row.span_us for row in report.devices) or 1.0
     yield "busy_share", sum(row.busy_us for row in report.devices) / span
-    yield "exposed_communication_share", sum(row.exposed_communication_us for row in report.devices) / span
+    yield (
+        "exposed_communication_share",
+        sum(row.exposed_communication_us for row in report.devices) / span,
+    )
     for lost in report.lost:
         yield f"lost/{lost.cause}_s", lost.seconds
     if report.tail:

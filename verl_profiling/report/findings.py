@@ -1,10 +1,10 @@
 """The findings of a report: at most five sentences on lost time, each from a rule with a threshold.
 
-A threshold is the share of time above which a change is usually worth the effort; ``docs/report.md`` lists
-all thresholds.
+A threshold is the share of time above which a change is usually worth the effort;
+``docs/report.md`` lists all thresholds.
 
-Losses that every synchronous step has are no findings. Examples are training ranks that wait for the rollout,
-and lanes without a part in a stage; the table of causes lists these losses.
+Losses that every synchronous step has are no findings. Examples are training ranks that wait for
+the rollout, and lanes without a part in a stage; the table of causes lists these losses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from verl_profiling.units import duration, listed
 
 LIMIT = 5
 _LONG = 1.5
-"""Ratio of a response's length to the median from which it explains that the response was the last."""
+"""Ratio of a response's length to the median from which it explains
+that the response was the last.
+"""
 _RECORD_LESS = "record less: fewer ranks, no stacks or shapes, the other mode, or the spans tool"
 _MARK_MORE = "mark more of the agent loop with span(), so that this time gets a name"
 _AWAIT = "await the call, or run it in a thread (asyncio.to_thread)"
@@ -54,10 +56,11 @@ _Rule = Callable[[Report], Iterable[Finding]]
 def find(report: Report) -> Report:
     """Return the report with its findings, sorted by the seconds at stake.
 
-    Exceptions to this order: In a requested capture, the rank that is last to enter the collectives of the
-    stage comes first. Missing data follow, because they make all numbers partial. After a request of the
-    watch, findings on its suspects alone precede others, and findings without a culprit come later. Findings
-    on the cost of the capture come last, because they are not about the training.
+    Exceptions to this order: In a requested capture, the rank that is last to enter the collectives
+    of the stage comes first. Missing data follow, because they make all numbers partial. After a
+    request of the watch, findings on its suspects alone precede others, and findings without a
+    culprit come later. Findings on the cost of the capture come last, because they are not about
+    the training.
     """
     first, ranked, last = (
         [
@@ -70,14 +73,19 @@ def find(report: Report) -> Report:
     )
     ranked.sort(key=lambda finding: -finding.seconds)
     ranked.sort(
-        key=lambda finding: (_names_no_culprit(finding, report), not _is_of_suspects(finding, report))
+        key=lambda finding: (
+            _names_no_culprit(finding, report),
+            not _is_of_suspects(finding, report),
+        )
     )
     found = [*first, *ranked[: LIMIT - len(first) - len(last)], *last]
     return msgspec.structs.replace(report, findings=found)
 
 
 def _is_recorded(finding: Finding, report: Report) -> bool:
-    """Return whether a finding is about a recorded stage, in a capture that is limited to a stage."""
+    """Return whether a finding is about a recorded stage,
+    in a capture that is limited to a stage.
+    """
     return _is_of(report, _STAGES[finding.rule]) if finding.rule in _STAGES else True
 
 
@@ -100,7 +108,10 @@ def _is_of_suspects(finding: Finding, report: Report) -> bool:
     """Return whether all lanes of a finding belong to suspects of the watch."""
     suspects = report.asked.suspects if report.asked and report.asked.sign else []
     return bool(finding.lanes) and all(
-        any(lane == one or lane.startswith(f"{one} ") or one.startswith(f"{lane}_rank") for one in suspects)
+        any(
+            lane == one or lane.startswith(f"{one} ") or one.startswith(f"{lane}_rank")
+            for one in suspects
+        )
         for lane in finding.lanes
     )
 
@@ -119,7 +130,8 @@ def _in_no_stage(report: Report) -> Iterator[Finding]:
     rows = [row for row in report.stages if row.name == OUTSIDE_STAGES]
     if (asked := report.asked) and rows and asked.sign == "slow_stage" and not asked.stage:
         text = (
-            f"The loop was in no stage for {_time(rows[0].duration_us)} ({rows[0].share:.0%} of the step); "
+            f"The loop was in no stage for {_time(rows[0].duration_us)} ({rows[0].share:.0%} "
+            "of the step); "
             f"the median before was {duration(asked.median)}."
         )
         seconds = _on_all(report, rows[0].duration_us / 1e6)
@@ -137,11 +149,13 @@ def _missing(report: Report) -> Iterator[Finding]:
 def _unrecorded(report: Report) -> Iterator[Finding]:
     if lost := report.coverage.unrecorded:
         text = (
-            f"No event of a device was recorded on {listed(lost)}, although the device was in use: the "
+            f"No event of a device was recorded on {listed(lost)}, although the device was "
+            "in use: the "
             "traces hold only the host, and the work of the device is unknown."
         )
         advice = (
-            "another profiler or NVTX holds CUPTI: start workers with NVTX_INJECTION64_PATH set to a "
+            "another profiler or NVTX holds CUPTI: start workers with NVTX_INJECTION64_PATH "
+            "set to a "
             "file that does not exist (`verl-profiling doctor` checks this), and without nsys"
         )
         yield Finding("device_unrecorded", text, advice, len(lost) * report.span_us / 1e6, lost)
@@ -164,7 +178,8 @@ def _pause(report: Report) -> Iterator[Finding]:
     if report.span_us and report.pause_us:  # a step that is recorded now has no length yet
         share = report.pause_us / _span_us(report)
         text = (
-            f"The loop waited {_time(report.pause_us)} before and after the step ({share:.0%} of its time) "
+            f"The loop waited {_time(report.pause_us)} before and after the step "
+            f"({share:.0%} of its time) "
             "for the capture to start and stop."
         )
         seconds = _on_all(report, report.pause_us / 1e6)
@@ -181,10 +196,14 @@ def _stragglers(report: Report) -> Iterator[Finding]:
         others_us = row.slowest_us - row.behind_us / (row.workers - 1)
         who = "the other worker" if row.workers == 2 else "the others, on average,"
         text = (
-            f"{row.slowest} is slow in {row.stage}: it took {_time(row.slowest_us)} without waits, {who} "
+            f"{row.slowest} is slow in {row.stage}: it took {_time(row.slowest_us)} without "
+            f"waits, {who} "
             f"{_time(others_us)}, which is {report.lane_seconds(row.behind_us / 1e6)} of waiting."
         )
-        several = (f"{row.slowest}_rank", f"{row.slowest} ")  # a replica's ranks, a process's devices
+        several = (
+            f"{row.slowest}_rank",
+            f"{row.slowest} ",
+        )  # a replica's ranks, a process's devices
         names = [one.name for one in report.workers]
         lanes = [name for name in names if name == row.slowest or name.startswith(several)]
         share = row.behind_us / (row.workers * _span_us(report))
@@ -215,7 +234,8 @@ def _communication(report: Report) -> Iterator[Finding]:
     waits = f"{report.lane_seconds(waiting / 1e6)} are waiting for other ranks"
     said = f" (of all communication, {waits})" if waiting else ""
     text = (
-        f"{report.lane_seconds(exposed / 1e6)} of the busy time ({exposed / (busy or 1.0):.0%}) are "
+        f"{report.lane_seconds(exposed / 1e6)} of the busy time "
+        f"({exposed / (busy or 1.0):.0%}) are "
         f"communication without computation at the same time{said}."
     )
     lanes = _lanes_that_lost(report.devices, lambda row: row.exposed_communication_us)
@@ -225,7 +245,9 @@ def _communication(report: Report) -> Iterator[Finding]:
 
 def _of_cause(report: Report, cause: str, text: str, advice: str = "") -> Finding:
     """Return a finding on the idle time of devices with a cause."""
-    return _lost(report, cause, report.devices, lambda row: row.lost_us.get(cause, 0.0), text, advice)
+    return _lost(
+        report, cause, report.devices, lambda row: row.lost_us.get(cause, 0.0), text, advice
+    )
 
 
 def _idle(report: Report) -> Iterator[Finding]:
@@ -249,11 +271,15 @@ def _lost(
     text: str,
     advice: str = "",
 ) -> Finding:
-    """Return a finding on lost time of devices, in lane-seconds and as a share of their observed time."""
+    """Return a finding on lost time of devices,
+    in lane-seconds and as a share of their observed time.
+    """
     total, observed = sum(map(lost_us, rows)), sum(row.span_us for row in report.devices) or 1.0
     lost = f"{report.lane_seconds(total / 1e6)} ({total / observed:.0%} of the observed time)"
     text = f"{report.whose.title()}s {text}: {lost}."
-    return Finding(cause, text, advice, total / 1e6, _lanes_that_lost(rows, lost_us), total / observed)
+    return Finding(
+        cause, text, advice, total / 1e6, _lanes_that_lost(rows, lost_us), total / observed
+    )
 
 
 def _tail(report: Report) -> Iterator[Finding]:
@@ -262,13 +288,16 @@ def _tail(report: Report) -> Iterator[Finding]:
         own = made.get(tail.last_replica, 0) if tail.last_replica is not None else 0
         tokens = f"; with {own:,} tokens, the median is {median(made.values()):,.0f}" if own else ""
         text = (
-            f"waited for the last replica of the rollout (rollout{tail.last_replica} was done after "
+            f"waited for the last replica of the rollout (rollout{tail.last_replica} was "
+            "done after "
             f"{_time(tail.last_finish_us)}, the median is {_time(tail.median_finish_us)}{tokens}"
             f"{_last_length(report)})"
         )
         late = [row.name for row in report.workers if row.replica == tail.last_replica is not None]
         slow = slowest_replica(report.replicas)
-        advice = slow_replica(report.replicas) if slow and slow[0].replica == tail.last_replica else ""
+        advice = (
+            slow_replica(report.replicas) if slow and slow[0].replica == tail.last_replica else ""
+        )
         found = _of_cause(report, "long_tail", text, advice)
         yield msgspec.structs.replace(found, lanes=late or found.lanes)
 
@@ -299,7 +328,9 @@ def _after_generation(report: Report) -> Iterator[Finding]:
     """Yield the time after the last replica, unless the finding ``polling`` covers this time."""
     polling = report.rollout.polling if report.rollout else None
     polls = polling is not None and polling.late_share >= FINDINGS["polling"]
-    if not (polls and next(iter(_parts(report, "after_generation")), "") == f"controller: {POLLING}"):
+    if not (
+        polls and next(iter(_parts(report, "after_generation")), "") == f"controller: {POLLING}"
+    ):
         text = "were idle in the rollout after the last replica was done"
         yield _with_parts(report, "after_generation", text)
 
@@ -317,16 +348,27 @@ def _mostly(report: Report, cause: str) -> str:
 
 
 def _host_bound(report: Report) -> Iterator[Finding]:
-    """Yield the host-bound time that all lanes of a role share; more of one lane belongs to a straggler."""
+    """Yield the host-bound time that all lanes of a role share;
+    more of one lane belongs to a straggler.
+    """
     rows = [row for row in report.devices if row.device == report.on_devices]
     by_role = grouped(rows, lambda row: tuple(row.roles))
     usual = {roles: median_low(row.host_bound_us for row in of) for roles, of in by_role.items()}
     engines_us = sum(row.host_bound_us for row in report.workers if row.replica is not None)
-    engines = bool(report.replicas) and engines_us > sum(row.host_bound_us for row in report.workers) / 2
-    where = "between iterations of engines that had requests" if engines else "while their hosts were at work"
+    engines = (
+        bool(report.replicas) and engines_us > sum(row.host_bound_us for row in report.workers) / 2
+    )
+    where = (
+        "between iterations of engines that had requests"
+        if engines
+        else "while their hosts were at work"
+    )
     text = f"had no work {where}: the host did not launch work in time"
     if not report.on_devices:
-        text = f"ran no operator {where}: the time went into Python between operators, or waits for a core"
+        text = (
+            f"ran no operator {where}: the time went into Python between operators, or "
+            "waits for a core"
+        )
 
     def in_common_us(row: DeviceRow) -> float:
         return min(row.host_bound_us, usual[tuple(row.roles)])
@@ -362,12 +404,16 @@ def _blocked(report: Report, rollout: Rollout) -> Iterator[Finding]:
         who, advice = f"{name[:1].upper()}{name[1:]}", f"{_AWAIT}, so that other tasks go on"
         if what == UNKNOWN:
             who = "Something unknown"
-            advice = "look for a thread that holds the GIL, or too few CPUs: no sample shows a blocking task"
+            advice = (
+                "look for a thread that holds the GIL, or too few CPUs: no sample shows "
+                "a blocking task"
+            )
         many = f"{' together' * (len(lanes) > 1)}, {blocks} times" if blocks > 1 else ""
         where = f" (in {longest.function})" if longest.function not in ("", what) else ""
         text = (
             f"{who} blocked the event loop{'s' * (len(lanes) > 1)} of {listed(lanes)} for "
-            f"{duration(sum(row.seconds for row in rows))}{many}{where}: {counted(stopped, 'trajectory')} "
+            f"{duration(sum(row.seconds for row in rows))}{many}{where}: "
+            f"{counted(stopped, 'trajectory')} "
             f"stood still, for {duration(_stood_still(rows))} in total."
         )
         seconds = min(longest.seconds, rollout.wall_s)
@@ -401,7 +447,9 @@ def _last_trajectories(report: Report, rollout: Rollout) -> Iterator[Finding]:
 
 
 def _one_cause(report: Report, rollout: Rollout) -> Iterator[Finding]:
-    """Yield the largest cause but waits, an engine's own work, and lag that :func:`_blocked` reports."""
+    """Yield the largest cause but waits, an engine's own work,
+    and lag that :func:`_blocked` reports.
+    """
     left_out = ["decode", "generate", "prefill", "first token", BEFORE, UNEXPLAINED]
     if _loops_are_blocked(report, rollout):
         left_out.append(LOOP_LAG)
@@ -411,14 +459,19 @@ def _one_cause(report: Report, rollout: Rollout) -> Iterator[Finding]:
         each = ""
         for calls in rollout.calls:
             if calls.name == row.cause:
-                each = f" ({calls.calls:,} calls, p50 {duration(calls.p50_s)}, p99 {duration(calls.p99_s)})"
+                each = (
+                    f" ({calls.calls:,} calls, p50 {duration(calls.p50_s)}, p99 "
+                    f"{duration(calls.p99_s)})"
+                )
                 break
         text = (
             f"{row.share:.0%} of the trajectories' time ({duration(row.seconds)}) is "
             f"{_called(row.cause)}{each}."
         )
         seconds = row.share * rollout.wall_s
-        yield Finding("trajectory_cause", text, _ADVICE.get(row.cause, ""), seconds, share=row.share)
+        yield Finding(
+            "trajectory_cause", text, _ADVICE.get(row.cause, ""), seconds, share=row.share
+        )
         return
 
 
@@ -426,7 +479,8 @@ def _for_nothing(report: Report, rollout: Rollout) -> Iterator[Finding]:
     rows = [row for row in rollout.statuses if not row.validate and row.status not in KEPT]
     share = sum(row.share for row in rows)
     text = (
-        f"{share:.0%} of the trajectories' time ({duration(sum(row.seconds for row in rows))}) went into "
+        f"{share:.0%} of the trajectories' time "
+        f"({duration(sum(row.seconds for row in rows))}) went into "
         "unused trajectories: " + ", ".join(f"{row.trajectories} {row.status}" for row in rows[:4])
     )
     yield Finding("trajectories_for_nothing", f"{text}.", "", share * rollout.wall_s, share=share)
@@ -461,7 +515,10 @@ def _on_all(report: Report, seconds: float) -> float:
 def _lanes_that_lost(rows: Sequence[DeviceRow], lost_us: Callable[[DeviceRow], float]) -> list[str]:
     """Return the names of the lanes that lost time, largest loss of their device first."""
     return [
-        name for row in sorted(rows, key=lambda row: -lost_us(row)) if lost_us(row) > 0 for name in row.lanes
+        name
+        for row in sorted(rows, key=lambda row: -lost_us(row))
+        if lost_us(row) > 0
+        for name in row.lanes
     ]
 
 
@@ -498,7 +555,8 @@ _IDLE = {  # sentence and advice of causes that need no more
     ),
     "host_blocked": (
         "were idle while their hosts were inside calls that copy, allocate or wait for the device",
-        "copy from pinned memory with non_blocking=True, and leave out calls that wait (.item(), .cpu())",
+        "copy from pinned memory with non_blocking=True, and leave out calls that wait "
+        "(.item(), .cpu())",
     ),
     "between_stages": (
         "were idle while the loop was in no stage",

@@ -1,4 +1,6 @@
-"""Renders the report of a step as one self-contained HTML page; the page of a run uses the same parts."""
+"""Renders the report of a step as one self-contained HTML page;
+the page of a run uses the same parts.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,22 @@ from verl_profiling.report.findings import calm
 from verl_profiling.report.intervals import grouped
 from verl_profiling.report.lost import cause_name
 from verl_profiling.report.model import Finding, GanttSpan, Report
-from verl_profiling.report.sentences import Figure, asked_sentences, figures, rollout_sentences, sentences
-from verl_profiling.report.tables import TABLES, Cell, cause_key, cells, named, stage_class, without_middle
+from verl_profiling.report.sentences import (
+    Figure,
+    asked_sentences,
+    figures,
+    rollout_sentences,
+    sentences,
+)
+from verl_profiling.report.tables import (
+    TABLES,
+    Cell,
+    cause_key,
+    cells,
+    named,
+    stage_class,
+    without_middle,
+)
 from verl_profiling.units import duration, listed
 
 CONTROLLER = "controller"
@@ -31,8 +47,14 @@ _CURVES = ("load", "communication", "waiting")  # one without anything in it is 
 
 
 def picture(report: Report) -> dict[str, Any]:
-    """Return the data of the picture: lanes by role with stages and load over time, and running requests."""
-    path = [row for row in report.critical_path if row.share >= _LEAST_SHARE] if report.captured else []
+    """Return the data of the picture: lanes by role with stages and load over time,
+    and running requests.
+    """
+    path = (
+        [row for row in report.critical_path if row.share >= _LEAST_SHARE]
+        if report.captured
+        else []
+    )
     parts = [
         GanttSpan(
             lane=row.worker,
@@ -53,7 +75,9 @@ def picture(report: Report) -> dict[str, Any]:
         for span, row in zip(groups[_PATH][0]["spans"], path, strict=True):
             span["said"] = f"{row.who}: {row.kind}"
     for lane in lanes:
-        lane["critical"] = [_times(one) for one in parts if one.lane in (lane["name"], lane["worker"])]
+        lane["critical"] = [
+            _times(one) for one in parts if one.lane in (lane["name"], lane["worker"])
+        ]
         groups.setdefault(lane["role"], []).append(lane)
     return {
         "span_us": max(report.span_us, 1.0),
@@ -168,7 +192,9 @@ def document(title: str, subtitle: str, sections: str, data: dict[str, Any] | No
         text = msgspec.json.encode(data).decode()
         text = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
         library, program = map(_file, _PICTURE)
-        drawn = f'<script type="application/json" id="data">{text}</script><script>{library}</script>'
+        drawn = (
+            f'<script type="application/json" id="data">{text}</script><script>{library}</script>'
+        )
         drawn += f'<script>"use strict";\n(() => {{\n{program}\n}})();</script>'
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -177,7 +203,8 @@ def document(title: str, subtitle: str, sections: str, data: dict[str, Any] | No
         f"<style>{_file('page.css')}</style></head><body>"
         f"<header><h1><bdi>{escape(title)}</bdi></h1><p>{escape(subtitle)}</p>"
         '<button id="theme" type="button" title="switch theme">light / dark</button></header>'
-        f'<main>{sections}</main><script>"use strict";\n(() => {{\n{_file("page.js")}\n}})();</script>{drawn}'
+        f'<main>{sections}</main><script>"use strict";\n(() => '
+        f"{{\n{_file('page.js')}\n}})();</script>{drawn}"
         "</body></html>\n"
     )
 
@@ -218,11 +245,16 @@ def table(
     """
     if not rows:
         return ""
-    head = "".join(f'<th scope="col"><button type="button">{escape(h)}</button></th>' for h in headings)
-    body = "".join(
-        f"<tr>{''.join(_cells(row, keys[index] if keys else ''))}</tr>" for index, row in enumerate(rows)
+    head = "".join(
+        f'<th scope="col"><button type="button">{escape(h)}</button></th>' for h in headings
     )
-    more = f'<label class="fold"><input type="checkbox"> all {len(rows)}</label>' * (len(rows) > _TOP)
+    body = "".join(
+        f"<tr>{''.join(_cells(row, keys[index] if keys else ''))}</tr>"
+        for index, row in enumerate(rows)
+    )
+    more = f'<label class="fold"><input type="checkbox"> all {len(rows)}</label>' * (
+        len(rows) > _TOP
+    )
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}">'
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}"
@@ -256,7 +288,9 @@ def _anchor(shown: str, address: str) -> str:
 
 
 def _name(name: str) -> str:
-    """Return a name as HTML; the middle of a long name is folded, because kernels differ at both ends."""
+    """Return a name as HTML; the middle of a long name is folded,
+    because kernels differ at both ends.
+    """
     indent = _INDENT * (len(name) - len(name.lstrip(" ")))
     name = name.lstrip(" ")
     if len(name) <= _LONGEST_NAME:
@@ -300,9 +334,13 @@ def summary(report: Report) -> str:
 
 
 def _sentence(finding: Finding, lanes: int) -> str:
-    """Return a finding with any advice, and with the lanes that its text does not list, unless all lanes."""
+    """Return a finding with any advice, and with the lanes that its text does not list,
+    unless all lanes.
+    """
     words = re.findall(r"\w+", finding.text)
-    named = [name for name in finding.lanes if name not in words] if len(finding.lanes) < lanes else []
+    named = (
+        [name for name in finding.lanes if name not in words] if len(finding.lanes) < lanes else []
+    )
     where = f" <span>Where: {escape(listed(named))}.</span>" if named else ""
     advice = f" <span>Try: {escape(finding.advice)}.</span>" if finding.advice else ""
     return f"{escape(finding.text)}{where}{advice}"
@@ -322,12 +360,17 @@ def _sections(report: Report) -> Iterator[str]:
         if name == "lost":
             total = sum(row.seconds for row in report.lost)
             parts = (
-                (f"k-{row.cause}", row.seconds / (total or 1.0), cause_name(row.cause)) for row in report.lost
+                (f"k-{row.cause}", row.seconds / (total or 1.0), cause_name(row.cause))
+                for row in report.lost
             )
             bar = stacked(parts)
         more = f"{len(found) - spec.most:,} more are in report.json and in the CSV."
-        note = " ".join(filter(None, (spec.note_on(report), more if len(found) > spec.most else "")))
-        yield section(spec.title, bar * bool(lines) + table(spec.title, headings, lines, keys), note)
+        note = " ".join(
+            filter(None, (spec.note_on(report), more if len(found) > spec.most else ""))
+        )
+        yield section(
+            spec.title, bar * bool(lines) + table(spec.title, headings, lines, keys), note
+        )
     rows = [(named(name), Cell(value, f"{value:,.6g}")) for name, value in report.metrics.items()]
     reported = table("metrics", ("metric", "value"), rows)
     yield section("Reported by the loop", reported, "What the training loop logged for the step.")
@@ -350,7 +393,8 @@ def _picture(report: Report) -> str:
     return section(
         "Lanes over time",
         '<div id="tools" class="tools"></div><div id="picture" class="picture"></div>'
-        f'<p id="view" class="note" hidden>Every kernel on one timeline: run <code>{command}</code>; '
+        '<p id="view" class="note" hidden>Every kernel on one timeline: run '
+        f"<code>{command}</code>; "
         "this page then links into it.</p>"
         "<noscript><p>A script draws the picture; the tables below need none.</p></noscript>",
     )
@@ -364,7 +408,10 @@ def _rollout(report: Report) -> str:
     last = rollout.last
     bars = (
         ("All trajectories", [row for row in rollout.causes if not row.validate]),
-        (f"The last {last.trajectories:,} of {last.of:,}" if last else "", last.parts if last else []),
+        (
+            f"The last {last.trajectories:,} of {last.of:,}" if last else "",
+            last.parts if last else [],
+        ),
         ("Validation", [row for row in rollout.causes if row.validate]),
         ("The rollout on the wall clock", rollout.time),
     )

@@ -1,4 +1,6 @@
-"""Arithmetic on sets of time: ``(n, 2)`` arrays of disjoint, sorted intervals ``[begin, end)`` in ns."""
+"""Arithmetic on sets of time: ``(n, 2)`` arrays of disjoint, sorted intervals ``[begin,
+end)`` in ns.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def spans_of(pairs: Iterable[tuple[int, int]]) -> Spans:
 
 
 def time_of(runs: Iterable[Any], *names: str) -> Spans:
-    """Return the time covered by runs (e.g. of stages); with names, only by the runs of these names."""
+    """Return the time covered by runs (e.g. of stages); with names,
+    only by the runs of these names.
+    """
     return spans_of((run.begin_ns, run.end_ns) for run in runs if not names or run.name in names)
 
 
@@ -61,7 +65,9 @@ def crowded(sets: Sequence[Spans]) -> Spans:
 def _where(least: int, spans: Spans, holes: Spans = EMPTY) -> Spans:
     """Return the time in which at least ``least`` spans are open; each open hole subtracts 1."""
     edges = np.concatenate((spans[:, 0], holes[:, 1], spans[:, 1], holes[:, 0]))
-    change = np.repeat(np.array([1, 1, -1, -1], np.int8), [len(spans), len(holes), len(spans), len(holes)])
+    change = np.repeat(
+        np.array([1, 1, -1, -1], np.int8), [len(spans), len(holes), len(spans), len(holes)]
+    )
     order = np.argsort(edges, kind="stable")
     edges, inside = edges[order], np.cumsum(change[order], dtype=np.int32)
     del order, change  # of millions of edges, each array is tens of megabytes
@@ -114,7 +120,8 @@ def overlaps(spans: Spans, other: Spans) -> Ints:
 
 
 class Axes:
-    """Shifts the spans of each owner to a separate range of one axis, so that one call handles all owners.
+    """Shifts the spans of each owner to a separate range of one axis, so that one call handles all
+    owners.
 
     Args:
         owners: Number of owners.
@@ -125,12 +132,16 @@ class Axes:
         found = [part for part in times if len(part)]
         self._first = min((int(part.min()) for part in found), default=0)
         self._stride = max((int(part.max()) for part in found), default=0) - self._first + 2
-        self._unit = self._stride * max(owners, 1) // _LARGEST + 1  # ns; more than 1 for years of time
+        self._unit = (
+            self._stride * max(owners, 1) // _LARGEST + 1
+        )  # ns; more than 1 for years of time
         self._stride = self._stride // self._unit + 2
 
     def put(self, owner: Ints, begin: Ints, end: Ints) -> Spans:
         """Return spans shifted to their owners' ranges, in the given order."""
-        places = [owner * self._stride + (times - self._first) // self._unit for times in (begin, end)]
+        places = [
+            owner * self._stride + (times - self._first) // self._unit for times in (begin, end)
+        ]
         return np.stack(places, axis=1)
 
     def take(self, spans: Spans) -> tuple[Ints, Ints, Ints]:
@@ -167,16 +178,21 @@ class Sharing:
         hidden: Time of owner 0 that belongs to no span.
     """
 
-    def __init__(self, begin: Ints, end: Ints, owner: Ints | None = None, hidden: Spans = EMPTY) -> None:
+    def __init__(
+        self, begin: Ints, end: Ints, owner: Ints | None = None, hidden: Spans = EMPTY
+    ) -> None:
         if owner is None:
             owner = np.zeros_like(begin)
         axes = Axes(int(owner.max(initial=0)) + 1, begin, end, hidden.reshape(-1))
         spans = axes.put(owner, begin, end)
         holes = axes.put(np.zeros_like(hidden[:, 0]), hidden[:, 0], hidden[:, 1])
         edges = np.sort(np.concatenate((spans.reshape(-1), holes.reshape(-1))))
-        edges = edges[np.append(True, np.diff(edges) > 0)] if len(edges) else edges  # faster than np.unique
+        edges = (
+            edges[np.append(True, np.diff(edges) > 0)] if len(edges) else edges
+        )  # faster than np.unique
         self._places = np.searchsorted(edges, spans)
-        # No span is open after an owner's last edge, so the gap between two owners' ranges gets no share.
+        # No span is open after an owner's last edge, so the gap between two owners' ranges gets no
+        # share.
         count = _open(self._places, len(edges))
         free = (count > 0) & (_open(np.searchsorted(edges, holes), len(edges)) == 0)
         self._part = np.where(free, 1.0 / np.maximum(count, 1), 0.0)
@@ -202,10 +218,11 @@ def _open(places: Ints, edges: int) -> Ints:
 
 
 def nested_times(spans: Spans, threads: NDArray[Any]) -> Ints:
-    """Return the self time of each call (ns): its duration minus the durations of its direct children.
+    """Return the self time of each call (ns): its duration minus the durations of its direct
+    children.
 
-    Calls of one thread nest. Sorted by begin, longest first, the parent of a call is the nearest earlier call
-    that is still open: the previous call, or one of its parents.
+    Calls of one thread nest. Sorted by begin, longest first, the parent of a call is the nearest
+    earlier call that is still open: the previous call, or one of its parents.
     """
     own: Ints = spans[:, 1] - spans[:, 0]
     axes = Axes(int(threads.max(initial=0)) + 1, spans.reshape(-1))

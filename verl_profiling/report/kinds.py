@@ -1,15 +1,16 @@
 """Classifies the events of a trace: kind of an event, calls that block, iterations of an engine.
 
-* **Device trace** (has device events): busy time is the union, over all streams, of kernels and copies.
-  Kernels in the table of communication kernels are communication, all others computation; copies and
-  memsets are memory.
-* **CPU trace** (has no device events): busy time is the union, over all threads, of operators, runtime
-  calls and collectives. Waiting in Python between them is not busy time.
-* **NPU trace** (msprof's, in torch_npu's ``trace_view.json``): events have no category. The name of an
-  event's process decides its kind; for events of the hardware, the task type does.
+* **Device trace** (has device events): busy time is the union, over all streams, of kernels and
+  copies. Kernels in the table of communication kernels are communication, all others computation;
+  copies and memsets are memory.
+* **CPU trace** (has no device events): busy time is the union, over all threads, of operators,
+  runtime calls and collectives. Waiting in Python between them is not busy time.
+* **NPU trace** (msprof's, in torch_npu's ``trace_view.json``): events have no category. The name of
+  an event's process decides its kind; for events of the hardware, the task type does.
 
-Device events are classified as in HolisticTraceAnalysis 0.5 (``utils/utils.py``, ``get_kernel_type``), so
-figures can be compared. The table of communication kernels has further kernels that HTA does not know.
+Device events are classified as in HolisticTraceAnalysis 0.5 (``utils/utils.py``,
+``get_kernel_type``), so figures can be compared. The table of communication kernels has further
+kernels that HTA does not know.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ PATTERNS = (
     Pattern("torch, symmetric memory", _SYMMETRIC, "multimem_all_reduce_kernel"),
     # vllm-project/vllm: csrc/custom_all_reduce.cuh, csrc/quickreduce/quick_reduce.h
     Pattern(
-        "vLLM, SGLang, aiter: custom all-reduce", "cross_device_reduce", "vllm::cross_device_reduce_2stage"
+        "vLLM, SGLang, aiter: custom all-reduce",
+        "cross_device_reduce",
+        "vllm::cross_device_reduce_2stage",
     ),
     Pattern(
         "vLLM, SGLang, aiter: quick reduce",
@@ -81,7 +84,9 @@ PATTERNS = (
     # deepseek-ai/DeepEP: csrc/kernels
     Pattern("DeepEP", _DEEP_EP, "deep_ep::internode_ll::dispatch"),
     # ROCm/mori: src/ops/dispatch_combine
-    Pattern("MoRI", r"\bmori::|\bEp(?:Dispatch|Combine)\w*", "mori::moe::EpDispatchIntraNodeKernel"),
+    Pattern(
+        "MoRI", r"\bmori::|\bEp(?:Dispatch|Combine)\w*", "mori::moe::EpDispatchIntraNodeKernel"
+    ),
     # NVIDIA/nvshmem: src/device
     Pattern("NVSHMEM", "nvshmem|_on_stream_kernel", "alltoall_on_stream_kernel"),
     # microsoft/mscclpp: src/ext/collectives
@@ -106,8 +111,8 @@ _INNERMOST = (re.compile(r"\([^()]*\)"), re.compile(r"<[^<>]*>"))
 def own_name(kernel: str) -> str:
     """Return the name of a kernel without the types of its template and its parameters.
 
-    >>> own_name("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(long, int)")
-    'void ::multimem_all_reduce_kernel'
+    >>> own_name("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(long,
+    int)") 'void ::multimem_all_reduce_kernel'
     """
     for innermost in _INNERMOST:
         for _ in range(_DEEPEST):
@@ -142,8 +147,8 @@ class Group(NamedTuple):
 
     Attributes:
         name: Name of the group; the parts of a split group have the same name.
-        ranks: Ranks of the group, as listed in the trace; on an NPU, the group's number in the names of
-            collectives.
+        ranks: Ranks of the group, as listed in the trace; on an NPU, the group's number in the
+            names of collectives.
         size: Number of ranks; 0 if unknown.
     """
 
@@ -165,7 +170,9 @@ _ARGUMENTS = msgspec.json.Decoder(_Said, strict=False)
 
 
 def group_of(kernel: str, args: msgspec.Raw) -> Group | None:
-    """Return the process group of a communication kernel, from its arguments; ``None`` without a group."""
+    """Return the process group of a communication kernel, from its arguments;
+    ``None`` without a group.
+    """
     try:
         said = _ARGUMENTS.decode(args)
     except UNDECODABLE:
@@ -189,7 +196,9 @@ def only_group(info: Any) -> Group | None:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return None
     several = [ranks for ranks in listed if len(ranks) != 1]  # one without ranks has all
-    groups = {(str(ranks), len(ranks)) if 0 < len(ranks) < world else ("all", world) for ranks in several}
+    groups = {
+        (str(ranks), len(ranks)) if 0 < len(ranks) < world else ("all", world) for ranks in several
+    }
     return Group("", *groups.pop()) if len(groups) == 1 else None
 
 
@@ -197,11 +206,15 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ConfigError("--communication", f"{pattern!r} is no regular expression: {error}") from None
+        raise ConfigError(
+            "--communication", f"{pattern!r} is no regular expression: {error}"
+        ) from None
 
 
 COMPUTE, COMMUNICATION, MEMORY, UNKNOWN, HOST, HOST_COMMUNICATION, ITERATION, NOTHING = range(8)
-"""Kinds of events: three on the device, an unknown category, two on the host, engine iteration, no work."""
+"""Kinds of events: three on the device, an unknown category, two on the host,
+engine iteration, no work.
+"""
 
 _KINDS: dict[str | None, int] = {
     "kernel": COMPUTE,
@@ -222,7 +235,8 @@ NO_WORK = frozenset(
 """Categories of events that are no busy time."""
 
 _LAUNCH = re.compile(r"Launch|runFunction|EnqueueKernel")
-# MTIA gives copies, waits and control tasks the category of kernels; names: HTA's ``types.py`` and traces.
+# MTIA gives copies, waits and control tasks the category of kernels; names: HTA's ``types.py`` and
+# traces.
 _MTIA = "mtia_ccp_events"
 _MTIA_COPY = "dma"
 _MTIA_CONTROL = re.compile(
@@ -260,15 +274,23 @@ def is_launch(category: str, name: str) -> bool:
 # Process names in an NPU trace, from msprof's parser (github.com/kali20gakki/msprof,
 # ``analysis/csrc/application/timeline``); the second name of each pair is from older versions.
 _HARDWARE = ("Ascend Hardware", "Task Scheduler")  # a thread per stream, an event per task
-_COLLECTIVES = ("Communication", "HCCL")  # a thread per group; "Plane" threads hold parts of collectives
-_HOSTS = ("CANN", "AscendCL", "CPU functions")  # runtime calls; "CPU functions": torch.autograd.profiler
+_COLLECTIVES = (
+    "Communication",
+    "HCCL",
+)  # a thread per group; "Plane" threads hold parts of collectives
+_HOSTS = (
+    "CANN",
+    "AscendCL",
+    "CPU functions",
+)  # runtime calls; "CPU functions": torch.autograd.profiler
 _COLLECTIVE_KERNELS = ("AicpuKernel", "AivKernel")
 _COMPUTING = re.compile(
     r"(?:^|[ _])(?:AI_?CORE|AI_?VEC(?:TOR_CORE)?|AI_?CPU|AIC|AIV|SIMT|DSA)(?:[ _]|$)", re.IGNORECASE
 )
 _COPYING = re.compile(r"MEMCPY|(?:^|[ _])(?:S|PCIE_)?DMA(?:[ _]|$)", re.IGNORECASE)
 _WAITING = re.compile(
-    r"EVENT|NOTIFY|WAIT|RECORD|WRITE[ _]VALUE|PLACE_?HOLDER|PROFILING|MAINTAINCE|ACTIVE", re.IGNORECASE
+    r"EVENT|NOTIFY|WAIT|RECORD|WRITE[ _]VALUE|PLACE_?HOLDER|PROFILING|MAINTAINCE|ACTIVE",
+    re.IGNORECASE,
 )
 _TYPE_NAME = re.compile(r"[A-Z0-9_]+")
 
@@ -285,10 +307,11 @@ def npu_kind(process: str, pid: object, thread: str, name: str, task_type: str) 
 def task_kind(name: str, task_type: str) -> int:
     """Return the kind of a task of the hardware.
 
-    Tasks of AI cores and AI CPU are computation, DMA tasks are copies. Waits, records and placeholders are no
-    work. Kernels of a collective are no work either, because the collective has its own event. Other types
-    (e.g. ``Other``, if msprof does not know the chip) are classified by the task's name. A name in capitals,
-    e.g. ``MEMCPY_ASYNC``, is a task type; any other name is an operator, and its task is computation.
+    Tasks of AI cores and AI CPU are computation, DMA tasks are copies. Waits, records and
+    placeholders are no work. Kernels of a collective are no work either, because the collective has
+    its own event. Other types (e.g. ``Other``, if msprof does not know the chip) are classified by
+    the task's name. A name in capitals, e.g. ``MEMCPY_ASYNC``, is a task type; any other name is an
+    operator, and its task is computation.
     """
     if name.endswith(_COLLECTIVE_KERNELS):
         return NOTHING
@@ -304,9 +327,9 @@ def task_kind(name: str, task_type: str) -> int:
     return COMPUTE if is_operator else NOTHING
 
 
-# Calls of the CUDA runtime and driver API, of HIP and of AscendCL. An asynchronous copy returns after about
-# 10 us, but a copy from pageable memory blocks ("API synchronization behavior" in the CUDA Runtime API).
-# So an asynchronous copy counts as blocking if the call takes long.
+# Calls of the CUDA runtime and driver API, of HIP and of AscendCL. An asynchronous copy returns
+# after about 10 us, but a copy from pageable memory blocks ("API synchronization behavior" in the
+# CUDA Runtime API). So an asynchronous copy counts as blocking if the call takes long.
 LONG_COPY_NS = 100_000
 _NEVER_NS = 1 << 62
 _BLOCKING = re.compile(
@@ -326,13 +349,15 @@ def blocks_from_ns(kind: int, name: str) -> int:
 UNKNOWN_TOKENS = -1
 """Number of tokens of an iteration whose name does not say it."""
 
-# vLLM (its v1/worker/gpu_worker.py): tokens by context and generation, seen in 0.32. In 0.10.2 to 0.14 (PRs
-# 22496, 31193) numbers of requests only; with detailed annotations (PR 37524) tokens, then sums of lengths.
+# vLLM (its v1/worker/gpu_worker.py): tokens by context and generation, seen in 0.32. In 0.10.2 to
+# 0.14 (PRs 22496, 31193) numbers of requests only; with detailed annotations (PR 37524) tokens,
+# then sums of lengths.
 _TOKENS = r"\((?:sq)?(\d{1,12})(?:[a-z_]\w*)?\)"
 _VLLM = re.compile(rf"execute_(?:\d+_)?context_\d+{_TOKENS}_generation_(\d+){_TOKENS}$", re.ASCII)
 _VLLM_REQUESTS = re.compile(r"execute_new_(\d{1,12})_cached_(\d{1,12})$", re.ASCII)
-# SGLang (its model_executor/step_span_utils.py): ``step[EXTEND bs=<requests> toks=<tokens>]``, any other
-# forward mode with its requests, and from PR 24911 on sums of query lengths by context and generation.
+# SGLang (its model_executor/step_span_utils.py): ``step[EXTEND bs=<requests> toks=<tokens>]``, any
+# other forward mode with its requests, and from PR 24911 on sums of query lengths by context and
+# generation.
 _SGLANG = re.compile(r"step\[(\w+) bs=(\d{1,12})(?: toks=(\d{1,12}))?", re.ASCII)
 _SGLANG_SUMS = re.compile(r" c_sq=(\d{1,12}) .*g_sq=(\d{1,12}) ", re.ASCII)
 _WITHOUT_FORWARD = ("IDLE", "PREBUILT")
@@ -345,7 +370,8 @@ class Iteration(NamedTuple):
     Attributes:
         prompt: Prompt tokens, which SGLang computes again after a retraction.
         new: New tokens, one for each generating request.
-        again: Further tokens of generating requests: drafts, and what is computed again after a preemption.
+        again: Further tokens of generating requests: drafts, and what is computed again after a
+            preemption.
     """
 
     prompt: int

@@ -37,12 +37,13 @@ class Lane:
         paths: All traces of the lane.
         host: Spans in which operators or runtime calls ran on the host.
         blocked: Spans of host calls that copy, allocate or wait for the device.
-        iterations: Begin, end, and tokens (see ``Iteration``) of each iteration of a rollout engine.
+        iterations: Begin, end, and tokens (see ``Iteration``) of each iteration of a rollout
+            engine.
         accelerator: Name of the device in the traces; ``""`` for a CPU trace.
         on_device: Whether the work ran on a device (see :mod:`~verl_profiling.report.kinds`).
         is_one_of_several: Whether the process has other devices.
-        is_unknown: Whether the device's work is unknown: the trace is cut off before its first event, the
-            device was in use but not recorded, or work of the device was lost.
+        is_unknown: Whether the device's work is unknown: the trace is cut off before its first
+            event, the device was in use but not recorded, or work of the device was lost.
         compute: Spans of computation.
         communication: Spans of communication.
         memory: Spans in which memory was copied or set.
@@ -54,7 +55,8 @@ class Lane:
         observed: Time in which the lane is observed (see :mod:`~verl_profiling.report.observed`).
         unseen: Time in which the lane may have worked, but was not observed.
         device: The device, if known.
-        waiting: Spans in which a collective only waited for other ranks; set when the report is computed.
+        waiting: Spans in which a collective only waited for other ranks; set when the report is
+            computed.
         idle: Idle time by cause; set when the report is computed.
     """
 
@@ -89,7 +91,9 @@ class Lane:
     @property
     def name(self) -> str:
         """Name of the lane, with the device's name if the process has several devices."""
-        return f"{self.source.lane} {self.accelerator}" if self.is_one_of_several else self.source.lane
+        return (
+            f"{self.source.lane} {self.accelerator}" if self.is_one_of_several else self.source.lane
+        )
 
     @property
     def is_engine(self) -> bool:
@@ -142,35 +146,47 @@ class Step:
         if worker is None:
             return
         # Engines compute in other processes than the one that records pauses.
-        lane.stages, lane.pauses = worker.stages, EMPTY if lane.is_engine else time_of(worker.pauses)
+        lane.stages, lane.pauses = (
+            worker.stages,
+            EMPTY if lane.is_engine else time_of(worker.pauses),
+        )
         lane.device = _device_of(lane, worker)
         at_work = self.during(ROLLOUT, VALIDATE) if lane.is_engine else time_of(lane.stages)
         lane.unseen = subtract(intersection(at_work, self.whole), lane.observed)
 
     def worker_of(self, source: Source) -> CaptureResult | None:
-        """Return the worker that recorded a trace; replicas on several nodes have several workers."""
+        """Return the worker that recorded a trace;
+        replicas on several nodes have several workers.
+        """
         named = [worker for worker in self.workers if worker.name == source.worker]
         recorded = (w for w in named if any(a.lane == source.lane for a in w.artifacts))
         return next(recorded, named[0] if named else None)
 
     def cut_off(self, span: StageSpan) -> bool:
-        """Return whether the capture ended before the stage, so that the stage's duration is unknown."""
+        """Return whether the capture ended before the stage,
+        so that the stage's duration is unknown.
+        """
         return span.failed and span.end_ns >= self.end_ns
 
     def stages_of(self, source: Source) -> list[StageSpan]:
-        """Return the outermost stages of a trace in order: stages of the worker, else of the controller."""
+        """Return the outermost stages of a trace in order: stages of the worker,
+        else of the controller.
+        """
         worker = self.worker_of(source)
         own = [span for span in worker.stages if span.depth == 0] if worker else []
         outer = own or [span for span in self.stages if span.depth == 0]
         return sorted(outer, key=lambda span: span.begin_ns)
 
     def unrecorded_device(self, source: Source) -> str:
-        """Return the kind of the device that a lane used but did not record; empty if there is none.
+        """Return the kind of the device that a lane used but did not record; empty if there is
+        none.
 
         The device of an engine without requests was not in use.
         """
         worker = self.worker_of(source)
-        if worker is None or (source.replica is not None and worker.requests_logged and not worker.requests):
+        if worker is None or (
+            source.replica is not None and worker.requests_logged and not worker.requests
+        ):
             return ""
         of_lane = (artifact for artifact in worker.artifacts if artifact.lane == source.lane)
         return next((a.unrecorded_device for a in of_lane if a.unrecorded_device), "")
@@ -207,7 +223,9 @@ class Step:
         return subtract(spans_of(queued), spans_of(running))
 
     def during(self, *names: str) -> Spans:
-        """Return the time in which the controller was in one of these stages; without names, in any stage."""
+        """Return the time in which the controller was in one of these stages; without names,
+        in any stage.
+        """
         return time_of(self.stages, *names)
 
     @cached_property
@@ -224,8 +242,8 @@ class Step:
     def served(self) -> dict[int, Spans]:
         """Time in which each replica had an unfinished request, if requests were logged.
 
-        Requests sent before the log began are not in it. Engine iterations outside all logged requests are
-        taken as theirs.
+        Requests sent before the log began are not in it. Engine iterations outside all logged
+        requests are taken as theirs.
         """
         runs: dict[int, list[tuple[int, int]]] = {}
         for worker in self.of_capture:

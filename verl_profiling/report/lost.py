@@ -55,24 +55,26 @@ def cause_name(cause: str) -> str:
 
 
 def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]:
-    """Partition a lane's idle time ``I`` by cause. If several causes apply, the first in this list counts.
+    """Partition a lane's idle time ``I`` by cause. If several causes apply, the first in this list
+    counts.
 
     * ``weight_sync``: during ``update_weights``, the controller's or the lane's own;
-    * ``long_tail``: during the rollout, until the end of the last replica: for a training rank after the end
-      of half of the replicas, for another engine after its own last iteration. A training rank in a stage of
-      its own waits for no replica, here and in the next two causes;
+    * ``long_tail``: during the rollout, until the end of the last replica: for a training rank
+      after the end of half of the replicas, for another engine after its own last iteration. A
+      training rank in a stage of its own waits for no replica, here and in the next two causes;
     * ``after_generation``: during the rollout, after the last replica was done;
     * ``waiting_for_rollout``: the rest of the rollout, for a training rank; for an engine, the
       time before its first iteration;
-    * ``no_requests``: in stages with generation, while the engine's replica has no request, if requests are
-      known;
-    * ``queued``: while all requests of the engine's replica are in its queue, so that it is paused or full of
-      others, if their times are known;
-    * ``straggler_wait``: after the end of an own stage, until the last worker of the role ends this stage;
+    * ``no_requests``: in stages with generation, while the engine's replica has no request, if
+      requests are known;
+    * ``queued``: while all requests of the engine's replica are in its queue, so that it is paused
+      or full of others, if their times are known;
+    * ``straggler_wait``: after the end of an own stage, until the last worker of the role ends this
+      stage;
     * ``gc``: while Python's garbage collector stops the process;
     * ``host_blocked``: while the host is in a call that copies, allocates or waits for the device;
-    * ``host_bound``: in an own stage (for an engine, between iterations or with an unfinished request), or
-      while operators run on the host: the device waits for launches;
+    * ``host_bound``: in an own stage (for an engine, between iterations or with an unfinished
+      request), or while operators run on the host: the device waits for launches;
     * ``other_stages``: the controller is in a stage in which the lane does not take part;
     * ``between_stages``: the controller is in no stage;
     * ``unexplained``: the rest.
@@ -126,10 +128,11 @@ def partition(time: Spans, claims: Mapping[str, Spans]) -> dict[str, Spans]:
 
 
 def working_spans(lane: Lane, step: Step, *stages: str) -> Spans:
-    """Return the spans from an engine's first iteration to its last, in each run of the given stages.
+    """Return the spans from an engine's first iteration to its last, in each run of the given
+    stages.
 
-    Without iterations, operators are used. In a step without these stages, there is one span. Otherwise the
-    rest of the step is left out, because the engine may load weights there.
+    Without iterations, operators are used. In a step without these stages, there is one span.
+    Otherwise the rest of the step is left out, because the engine may load weights there.
     """
     work = union(lane.iterations[:, :2])
     runs = step.during(*stages)
@@ -139,8 +142,8 @@ def working_spans(lane: Lane, step: Step, *stages: str) -> Spans:
 def sync_parts(step: Step, devices: Iterable[Sequence[Lane]]) -> dict[str, float]:
     """Divide the ``weight_sync`` time of devices by the stages inside ``update_weights`` (s).
 
-    An instant belongs to the innermost stage of the device's own process; else of the controller, else of
-    another process, for which all others wait.
+    An instant belongs to the innermost stage of the device's own process; else of the controller,
+    else of another process, for which all others wait.
     """
     shared = _inside_sync(step.stages)
     shared += _inside_sync([span for worker in step.workers for span in worker.stages])
@@ -165,18 +168,25 @@ def _inside_sync(stages: Sequence[StageSpan]) -> list[tuple[str, Spans]]:
 
 
 def last_aborted(step: Step) -> Iterator[str]:
-    """Yield a note for each stage ``abort`` or ``drain``, with the request that ended last in it."""
+    """Yield a note for each stage ``abort`` or ``drain``,
+    with the request that ended last in it.
+    """
     for span in step.stages:
         begin_us, end_us = ((ns - step.begin_ns) / 1000 for ns in (span.begin_ns, span.end_ns))
         is_wait = span.name in ("abort", "drain")
         if ended := [one for one in step.requests if is_wait and begin_us < one.end_us <= end_us]:
             last = max(ended, key=lambda one: one.end_us)
             took, after = (duration((us - begin_us) / 1e6) for us in (end_us, last.end_us))
-            yield f"{span.name} took {took}: its last request, {last.id} of {last.worker}, took {after}"
+            yield (
+                f"{span.name} took {took}: its last request, {last.id} of {last.worker}, "
+                f"took {after}"
+            )
 
 
 def _after_stages(lane: Lane, step: Step) -> Iterator[Spans]:
-    """Yield for each stage the time between its end on a lane and on the last worker of the role."""
+    """Yield for each stage the time between its end on a lane and on the last worker
+    of the role.
+    """
     role = [peer for peer in step.lanes if peer.source.role == lane.source.role]
     runs = {peer: grouped(peer.stages, attrgetter("name")) for peer in role}
     for name, own in runs[lane].items():
@@ -184,7 +194,9 @@ def _after_stages(lane: Lane, step: Step) -> Iterator[Spans]:
 
 
 def until_last(own: list[StageSpan], peers: Collection[list[StageSpan]]) -> Spans:
-    """Return the time between the end of each run of a stage and the end of this run on the last peer."""
+    """Return the time between the end of each run of a stage and the end of this run
+    on the last peer.
+    """
     return spans_of(
         (span.end_ns, max(runs[index].end_ns for runs in peers if len(runs) > index))
         for index, span in enumerate(own)
@@ -200,7 +212,9 @@ def lost_total(rows: Sequence[DeviceRow], parts: Mapping[str, dict[str, float]])
     """
     observed = sum(row.span_us for row in rows) or 1.0
     # To the nanosecond: what rounding leaves has no cause.
-    totals = {cause: round(sum(row.lost_us[cause] for row in rows), 3) for cause in (*CAUSES, OTHER_RANKS)}
+    totals = {
+        cause: round(sum(row.lost_us[cause] for row in rows), 3) for cause in (*CAUSES, OTHER_RANKS)
+    }
     order = sorted(totals, key=lambda cause: (cause == "unexplained", -totals[cause]))
     return [
         LostRow(
@@ -220,6 +234,7 @@ def unlogged_requests(step: Step) -> Iterator[str]:
     silent = dict.fromkeys(source.worker for source in engines if source.replica not in step.served)
     if silent and step.manifest:
         yield (
-            f"requests of {', '.join(silent)} were not logged: idle time without requests cannot be told "
+            f"requests of {', '.join(silent)} were not logged: idle time without requests "
+            "cannot be told "
             "from time in which the host did not launch work"
         )

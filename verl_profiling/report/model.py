@@ -1,7 +1,7 @@
 """The report as data, which ``--json`` prints and all other output formats show.
 
-All times are microseconds (``_us``) unless a name says otherwise; shares are fractions of 1. Rows of tables
-are in :mod:`~verl_profiling.report.columns`.
+All times are microseconds (``_us``) unless a name says otherwise; shares are fractions of 1. Rows
+of tables are in :mod:`~verl_profiling.report.columns`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ from verl_profiling.step_summary import StepSummary
 from verl_profiling.units import duration, step_list, three_digits
 
 OTHER_RANKS = "waiting_for_other_ranks"
-"""The cause of the lost time in which a collective waits for other ranks; the device is busy then."""
+"""The cause of the lost time in which a collective waits for other ranks;
+the device is busy then.
+"""
 
 REPORT_SCHEMA_VERSION = 1
 
 
 class Asked(Trigger, frozen=True, kw_only=True):
-    """The request of a capture: the fields of a ``Trigger``, and the rank that was last in collectives.
+    """The request of a capture: the fields of a ``Trigger``, and the rank that was last in
+    collectives.
 
     Attributes:
         when: Begin of the capture as a date and time, on the clock of the loop's host.
-        last: Rank for which the others mostly waited in the collectives of the trigger's stage, or ``""``.
+        last: Rank for which the others mostly waited in the collectives of the trigger's stage, or
+            ``""``.
         waited_s: Total time for which the others waited for ``last`` (s).
         only: Stages of a capture that is limited to a stage, those of the loop and of its workers.
     """
@@ -91,7 +95,8 @@ class LastTrajectories(msgspec.Struct, frozen=True, kw_only=True):
         of: Number of all training trajectories.
         seconds: Duration of the tail, up to the end of the last trajectory.
         share: Share of the time from the first trajectory's begin to the last one's end.
-        parts: Duration of the tail by cause; an instant is divided equally among the running trajectories.
+        parts: Duration of the tail by cause; an instant is divided equally among the running
+            trajectories.
     """
 
     trajectories: int
@@ -108,8 +113,8 @@ class Polling(msgspec.Struct, frozen=True, kw_only=True):
         pauses: Number of sleeps between polls in the rollout.
         interval_s: Median duration of a sleep.
         seconds: Total duration of the sleeps.
-        late_s: Part of ``seconds`` after the last trajectory's end. A lower bound for an asynchronous
-            trainer, because trajectories of later batches end too.
+        late_s: Part of ``seconds`` after the last trajectory's end. A lower bound for an
+            asynchronous trainer, because trajectories of later batches end too.
         late_share: ``late_s`` as a share of the step.
     """
 
@@ -128,7 +133,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         validation: Number of trajectories of validation rollouts.
         cut: Number of trajectories that are only partly in the step or in the recording.
         seconds: Total time of the training trajectories.
-        p50_s: Median time of the completely recorded training trajectories; ``None`` if there are none.
+        p50_s: Median time of the completely recorded training trajectories; ``None`` if there are
+            none.
         p99_s: 99th percentile of the same times.
         wall_s: Time from the begin of the first training trajectory to the end of the last one.
         causes: Time of the trajectories by cause.
@@ -139,8 +145,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         blocks: Functions and spans that blocked event loops.
         groups: Groups of training trajectories, the longest total wait first.
         groups_seen: Number of groups with several trajectories.
-        group_waited_s: Total time for which trajectories of these groups waited for the last one of their
-            group.
+        group_waited_s: Total time for which trajectories of these groups waited for the last one of
+            their group.
         group_spread_p50_s: Median time from a group's first end to its last.
         group_spread_max_s: Longest time from a group's first end to its last.
         statuses: Trajectories by status.
@@ -179,7 +185,9 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def of_trajectories(self) -> str:
         """``wall_s`` as text, with the begin and end that it counts from."""
-        return f"the {duration(self.wall_s)} from the first trajectory's begin to the last one's end"
+        return (
+            f"the {duration(self.wall_s)} from the first trajectory's begin to the last one's end"
+        )
 
 
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,8 +215,8 @@ class GanttSpan(msgspec.Struct, frozen=True, kw_only=True):
         begin_us: Begin, relative to the begin of the step.
         end_us: End, relative to the begin of the step.
         depth: 0 for an outermost stage.
-        row: Row inside the lane, from 0. Concurrent stages are in different rows; a nested stage is in the
-            row of its parent.
+        row: Row inside the lane, from 0. Concurrent stages are in different rows; a nested stage is
+            in the row of its parent.
     """
 
     lane: str
@@ -226,8 +234,8 @@ class Finding(msgspec.Struct, frozen=True):
         rule: Name of the rule; ``docs/report.md`` gives its threshold.
         text: A sentence with its number.
         advice: Suggested remedy, if there is one that no prediction has; else ``""``.
-        seconds: Lane-seconds at stake, by which findings are sorted. Findings on missing data come first,
-            findings on the capture's own cost last.
+        seconds: Lane-seconds at stake, by which findings are sorted. Findings on missing data come
+            first, findings on the capture's own cost last.
         lanes: The lane at fault, if known; else the lanes that lost time, sorted by lost time.
         share: Share of time to compare with the rule's threshold; 1 for rules without a threshold.
     """
@@ -280,37 +288,41 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         stragglers: One row per stage and role with several workers.
         collectives: The collectives with the longest waits.
         kernels: All kernels (operators, in a CPU trace), those with most self time first.
-        lost: Lane-seconds that are idle or wait for other ranks, by cause, largest first, ``unexplained``
-            last; lanes that share a device count once.
+        lost: Lane-seconds that are idle or wait for other ranks, by cause, largest first,
+            ``unexplained`` last; lanes that share a device count once.
         throughput: Tokens per time, if their number is known.
         gantt: Runs of stages.
         findings: At most five findings.
-        clocks: Measured clock offsets of hosts other than the controller's, which all numbers correct.
+        clocks: Measured clock offsets of hosts other than the controller's, which all numbers
+            correct.
         coverage: Completeness of the report.
         metrics: The loop's metrics of the step.
         notes: Notes of the capture, at most a hundred of them.
         measures: Numbers that workers recorded, such as the peak memory of their stages.
         costs: Cost of the capture for each worker.
-        captured: Whether the step has a manifest. Plain traces have no manifest, and so no known stages and
-            workers.
+        captured: Whether the step has a manifest. Plain traces have no manifest, and so no known
+            stages and workers.
         name: Title of plain traces, shown after the step's number: the file or folder.
         running: Requests running over time, one row per replica.
         replicas: Totals of the requests of each replica, one row per replica.
         rollout: Time of trajectories by cause; ``None`` if no trajectories were recorded.
-        outside: Time of the loop around the step: pauses of the capture, and stages such as ``validate``.
+        outside: Time of the loop around the step: pauses of the capture, and stages such as
+            ``validate``.
         devices: One row per device; lanes that share a device are one row.
-        timeline_begin_ns: Begin of the step in its merged timeline (ns); ``None`` without a manifest.
+        timeline_begin_ns: Begin of the step in its merged timeline (ns); ``None`` without a
+            manifest.
         asked: The request for the capture; ``None`` if the schedule chose the step.
         suspects: The suspects of a requested capture, compared with their peers.
-        counters: Counters of processes that record trajectories, such as the queue of verl's rollouter.
+        counters: Counters of processes that record trajectories, such as the queue of verl's
+            rollouter.
         watched: The watch's summary of the step, as in its log.
         what_would_help: Predicted effects of single changes, the largest first.
-        critical_path: The chain of work that made the step as long as it was, in order of time; the durations
-            add up to ``span_us``.
-        unmatched_us: Communication without known calls of other ranks, and graphs that are one event each,
-            summed over lanes (unknown waits).
-        capture_steps: All steps of the continuous capture, if the step is one of several. ``measures``,
-            ``costs``, events in ``coverage`` and some notes are of the whole capture.
+        critical_path: The chain of work that made the step as long as it was, in order of time; the
+            durations add up to ``span_us``.
+        unmatched_us: Communication without known calls of other ranks, and graphs that are one
+            event each, summed over lanes (unknown waits).
+        capture_steps: All steps of the continuous capture, if the step is one of several.
+            ``measures``, ``costs``, events in ``coverage`` and some notes are of the whole capture.
     """
 
     schema_version: int = REPORT_SCHEMA_VERSION
@@ -361,7 +373,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     def _repr_html_(self) -> str:
         """Return the page for a notebook, in a sandboxed frame."""
-        page: str = import_module("verl_profiling.report.html").render_html(self)  # which knows this module
+        page: str = import_module("verl_profiling.report.html").render_html(
+            self
+        )  # which knows this module
         return (
             f'<iframe srcdoc="{escape(page)}" sandbox="allow-scripts" title="{escape(repr(self))}" '
             'style="width: 100%; height: 720px; border: 0"></iframe>'
@@ -376,16 +390,26 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def of_capture(self) -> str:
         """Remark for numbers that belong to the whole capture; empty for a capture of one step."""
-        return f" (of the whole capture, {step_list(self.capture_steps)})" if self.capture_steps else ""
+        return (
+            f" (of the whole capture, {step_list(self.capture_steps)})"
+            if self.capture_steps
+            else ""
+        )
 
     @property
     def pause_us(self) -> float:
-        """Time before and after the step in which the loop waited for the capture to start or stop."""
-        return sum(row.duration_us for row in self.outside if row.name in (CAPTURE_START, CAPTURE_STOP))
+        """Time before and after the step in which the loop waited for the capture
+        to start or stop.
+        """
+        return sum(
+            row.duration_us for row in self.outside if row.name in (CAPTURE_START, CAPTURE_STOP)
+        )
 
     @property
     def on_devices(self) -> bool:
-        """Whether the work of a device was recorded; otherwise operators are counted in place of kernels."""
+        """Whether the work of a device was recorded;
+        otherwise operators are counted in place of kernels.
+        """
         return any(row.device for row in self.workers)
 
     @property
@@ -413,7 +437,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return {row.cause: row.seconds for row in self.lost}
 
     def lane_seconds(self, seconds: float) -> str:
-        """Return lane-seconds as text, e.g. ``4.34 lane-seconds``; device-seconds if lanes share devices."""
+        """Return lane-seconds as text, e.g. ``4.34 lane-seconds``;
+        device-seconds if lanes share devices.
+        """
         return f"{three_digits(seconds)} {self.whose}-seconds"
 
     @property

@@ -1,7 +1,7 @@
 """The numbers of the report, with a table of their formulas.
 
-Stages, causes of idle time, collectives, stragglers and self times have modules of their own; this module
-computes all other numbers.
+Stages, causes of idle time, collectives, stragglers and self times have modules of their own; this
+module computes all other numbers.
 
 Let ``S`` be the observed windows of a lane in the step (:mod:`~verl_profiling.report.observed`).
 Inside ``S``, let ``C``, ``M`` and ``K`` be the time of computation, communication and
@@ -23,9 +23,10 @@ host-bound             ``|I & own stages|``          ``lost.lost_by_cause``
 straggler              ``|stage - collective wait|`` ``stragglers``
 ====================== ============================= ==================================
 
-In colocated training, a training rank and a rank of a rollout engine use one GPU in turn. Both are lanes;
-the numbers of the device cover all its lanes. Idle time of the device gets the cause of its lanes. If the
-causes differ, the cause of the active lane wins over the cause of the lane that waits for its turn.
+In colocated training, a training rank and a rank of a rollout engine use one GPU in turn. Both are
+lanes; the numbers of the device cover all its lanes. Idle time of the device gets the cause of its
+lanes. If the causes differ, the cause of the active lane wins over the cause of the lane that waits
+for its turn.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ _TURNS = (
 
 
 def _observed(lanes: Sequence[Lane]) -> Spans:
-    """Return the time in which a device is observed: by a lane, while no other lane works unseen."""
+    """Return the time in which a device is observed: by a lane,
+    while no other lane works unseen.
+    """
     if any(lane.is_unknown for lane in lanes):
         return EMPTY
     observed = union(*(lane.observed for lane in lanes))
@@ -135,7 +138,8 @@ def worker_row(lane: Lane, step: Step, directory: Path) -> WorkerRow:
     exposed = subtract(lane.communication, lane.compute)
     waits = intersection(lane.waiting, intersection(exposed, lane.observed))
     load, communication_load, waiting_load = (
-        percent(covered_before(step.whole, spans), 0, step.span_ns) for spans in (lane.busy, exposed, waits)
+        percent(covered_before(step.whole, spans), 0, step.span_ns)
+        for spans in (lane.busy, exposed, waits)
     )
     return WorkerRow(
         **_used([lane], lane.idle),
@@ -167,11 +171,13 @@ def device_row(lanes: Sequence[Lane], lost: Mapping[str, Spans]) -> DeviceRow:
 def engine_row(lane: Lane, step: Step) -> EngineRow:
     """Return the row of one engine rank, for the stage ``rollout``.
 
-    Without that stage, all but validation counts. Iterations with prompt tokens count as prefill. The begin
-    or the end of the engine's work is unknown if its recording misses it.
+    Without that stage, all but validation counts. Iterations with prompt tokens count as prefill.
+    The begin or the end of the engine's work is unknown if its recording misses it.
     """
     iterations = lane.iterations[~holding(step.during(VALIDATE), lane.iterations[:, 0])]
-    iterations = iterations[iterations[:, 2:].any(axis=1)]  # vLLM runs one of nothing after its last request
+    iterations = iterations[
+        iterations[:, 2:].any(axis=1)
+    ]  # vLLM runs one of nothing after its last request
     took, prefill = iterations[:, 1] - iterations[:, 0], iterations[:, 2] != 0
     scheduled = Iteration(*(_sum_if_known(column) for column in iterations[:, 2:].T.tolist()))
     rollout, work = step.during(ROLLOUT), working_spans(lane, step, ROLLOUT)
@@ -208,7 +214,9 @@ def _tokens(lane: Lane, step: Step, scheduled: Iteration) -> Iteration:
     Iterations alone do not tell what SGLang computes again, nor which drafts were accepted.
     """
     worker = step.worker_of(lane.source)
-    requests = [row for row in step.requests if row.replica == lane.source.replica and not row.validate]
+    requests = [
+        row for row in step.requests if row.replica == lane.source.replica and not row.validate
+    ]
     if worker is None or worker.pending_since_ns or not requests:
         return scheduled
     if any(row.cached_tokens is None or row.begin_us < 0 for row in requests):
@@ -228,9 +236,9 @@ def _tokens(lane: Lane, step: Step, scheduled: Iteration) -> Iteration:
 def rollout_tail(step: Step) -> Tail | None:
     """Return the tail of the rollout; ``None`` without a rollout stage and an engine.
 
-    A replica finishes with its last request or, without known requests, with the last iteration of its
-    slowest rank. A replica with open requests does not finish before the rollout. The tail is unknown if the
-    recording of an engine misses the end of the rollout.
+    A replica finishes with its last request or, without known requests, with the last iteration of
+    its slowest rank. A replica with open requests does not finish before the rollout. The tail is
+    unknown if the recording of an engine misses the end of the rollout.
     """
     rollout = step.during(ROLLOUT)
     requests = [row for row in step.requests if not (row.failed or row.validate)]
@@ -252,12 +260,16 @@ def rollout_tail(step: Step) -> Tail | None:
         requests=len(requests),
         latency_s=_percentiles([row.latency_us / 1e6 for row in requests]),
         response_tokens=_percentiles([float(row.response_tokens) for row in requests]),
-        last_tokens=max((row.end_us, row.response_tokens) for row in requests)[1] if requests else 0,
+        last_tokens=max((row.end_us, row.response_tokens) for row in requests)[1]
+        if requests
+        else 0,
     )
 
 
 def _iteration_ends(step: Step) -> list[tuple[int, int]]:
-    """Return the replica and the last end (ns) of each engine in the rollout; nothing if one is unknown."""
+    """Return the replica and the last end (ns) of each engine in the rollout;
+    nothing if one is unknown.
+    """
     ends = []
     for lane in (lane for lane in step.lanes if lane.is_engine):
         if _misses_end(lane, step):
@@ -289,13 +301,21 @@ def kernels(step: Step) -> list[KernelRow]:
             self_ns[place] += took_ns
     everything = self_ns.total() or 1
     return [
-        KernelRow(name=name, stage=stage, calls=calls[stage, name], self_us=ns / 1000, share=ns / everything)
+        KernelRow(
+            name=name,
+            stage=stage,
+            calls=calls[stage, name],
+            self_us=ns / 1000,
+            share=ns / everything,
+        )
         for (stage, name), ns in sorted(self_ns.items(), key=lambda item: (-item[1], item[0]))
     ]
 
 
 def _tokens_of(step: Step, engines: Sequence[EngineRow]) -> float:
-    """Return the tokens of all iterations; 0 if any number, or a part of the rollout, is unknown."""
+    """Return the tokens of all iterations; 0 if any number, or a part of the rollout,
+    is unknown.
+    """
     rollout = step.during(ROLLOUT)
     if any(misses(lane.observed, rollout, rollout) for lane in step.lanes if lane.is_engine):
         return 0.0
@@ -305,7 +325,8 @@ def _tokens_of(step: Step, engines: Sequence[EngineRow]) -> float:
 
 
 def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput | None:
-    """Return the throughput, from the loop's metrics, else from requests, else from engine iterations.
+    """Return the throughput, from the loop's metrics, else from requests, else from engine
+    iterations.
 
     Args:
         step: The step.
@@ -316,7 +337,10 @@ def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput
     requests = [row for row in step.requests if not row.validate]
     counted = (
         *((metrics[name], f"metric {name}") for name in _TOKEN_METRICS if name in metrics),
-        (float(sum(r.prompt_tokens + r.response_tokens for r in requests)), "requests, each with its prompt"),
+        (
+            float(sum(r.prompt_tokens + r.response_tokens for r in requests)),
+            "requests, each with its prompt",
+        ),
         (_tokens_of(step, engines), "engine iterations"),
     )
     tokens, source = next(((count, source) for count, source in counted if count), (0.0, ""))
@@ -335,8 +359,8 @@ def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput
 def shared_devices(step: Step) -> list[list[Lane]]:
     """Return the lanes of each device, in the order of the step's lanes.
 
-    Lanes share a device if they have the same device UUID, or else the same host and device number. A lane
-    without both has a device of its own.
+    Lanes share a device if they have the same device UUID, or else the same host and device number.
+    A lane without both has a device of its own.
     """
     devices = [lane.device for lane in step.lanes if lane.device is not None]
     uuids = {device.place: device.uuid for device in devices if device.place and device.uuid}
@@ -354,5 +378,7 @@ def lost_of_device(lanes: Sequence[Lane]) -> Mapping[str, Spans]:
         return lanes[0].idle
     busy = union(*(intersection(lane.busy, lane.observed) for lane in lanes))
     idle = subtract(_observed(lanes), busy)
-    found = partition(idle, {cause: union(*(lane.idle[cause] for lane in lanes)) for cause in _TURNS})
+    found = partition(
+        idle, {cause: union(*(lane.idle[cause] for lane in lanes)) for cause in _TURNS}
+    )
     return {cause: found[cause] for cause in CAUSES}

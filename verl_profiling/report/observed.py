@@ -1,12 +1,13 @@
 """The observed windows of a lane: the time in which its recordings can show what ran.
 
-Time outside every window is unknown. A lane is neither busy nor idle there, so it has no cause, no share and
-no finding. This module has the only rule on windows, for every mode and every source:
+Time outside every window is unknown. A lane is neither busy nor idle there, so it has no cause, no
+share and no finding. This module has the only rule on windows, for every mode and every source:
 
-* A recording lasts from its begin to its end in the manifest, but no longer than torch's own span, the event
-  of category ``Trace``. For example, an engine stops recording by itself after a number of iterations.
-* A file that is cut off shows nothing after the last work that was read. It shows nothing at all if its
-  events are not in order of time, because torch writes one thread after the other.
+* A recording lasts from its begin to its end in the manifest, but no longer than torch's own span,
+  the event of category ``Trace``. For example, an engine stops recording by itself after a number
+  of iterations.
+* A file that is cut off shows nothing after the last work that was read. It shows nothing at all if
+  its events are not in order of time, because torch writes one thread after the other.
 * Nothing is known of the time between the events on both sides of an unreadable part.
 * In plain traces, each window begins with the first work of the lane and ends with the last, as in
   HolisticTraceAnalysis.
@@ -32,7 +33,8 @@ class Recording:
     Attributes:
         limits: Begin and end in the manifest; 0 if unknown.
         of_torch: First begin and last end of torch's own spans; empty without such spans.
-        of_work: First begin and last end of work on the host, then of work on devices; empty without work.
+        of_work: First begin and last end of work on the host, then of work on devices; empty
+            without work.
         latest: Latest begin of work on the host and on devices; 0 without work.
         step_back: Longest time by which an event begins before an earlier one in the file (ns).
         holes: Times that could not be read.
@@ -73,11 +75,17 @@ class Recording:
 
 def extended(extent: list[int], spans: Spans) -> list[int]:
     """Return first begin and last end of an extent and of further spans."""
-    edges = [*extent, *spans.min(axis=0).tolist(), *spans.max(axis=0).tolist()] if len(spans) else extent
+    edges = (
+        [*extent, *spans.min(axis=0).tolist(), *spans.max(axis=0).tolist()]
+        if len(spans)
+        else extent
+    )
     return [min(edges), max(edges)] if edges else []
 
 
-def observed_by(recordings: Sequence[Recording], busy: Spans, *, on_device: bool, is_plain: bool) -> Spans:
+def observed_by(
+    recordings: Sequence[Recording], busy: Spans, *, on_device: bool, is_plain: bool
+) -> Spans:
     """Return the observed time of a lane.
 
     Args:

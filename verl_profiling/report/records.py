@@ -1,16 +1,16 @@
 """The trajectories of all processes as columns, and their time divided into intervals with a cause.
 
-Loop lag is the time for which a trajectory is delayed because another task blocks its event loop. A block
-stops every task of the loop, but not work elsewhere: an engine goes on with its request, a sandbox with its
-program. So a block counts as lag of a trajectory if
+Loop lag is the time for which a trajectory is delayed because another task blocks its event loop. A
+block stops every task of the loop, but not work elsewhere: an engine goes on with its request, a
+sandbox with its program. So a block counts as lag of a trajectory if
 
 * the block is not by one of the trajectory's own spans,
 * the engine does not process a request of the trajectory meanwhile, and
-* the trajectory's wait ended in the block or within :data:`DRAIN_NS` after it, when the loop runs the tasks
-  that became ready. A longer wait would not have ended sooner without the block.
+* the trajectory's wait ended in the block or within :data:`DRAIN_NS` after it, when the loop runs
+  the tasks that became ready. A longer wait would not have ended sooner without the block.
 
-The time at which a task became ready inside a block is not recorded. So the whole block counts as lag, which
-is an upper bound, unless the engine's request ended inside the block.
+The time at which a task became ready inside a block is not recorded. So the whole block counts as
+lag, which is an upper bound, unless the engine's request ended inside the block.
 """
 
 from __future__ import annotations
@@ -38,7 +38,13 @@ from verl_profiling.report.intervals import (
 )
 from verl_profiling.timeline.processes import shortened
 from verl_profiling.timeline.step import Source
-from verl_profiling.trajectory_log import NO_SPAN, Block, SpanRecord, TrajectoryLog, TrajectoryRecord
+from verl_profiling.trajectory_log import (
+    NO_SPAN,
+    Block,
+    SpanRecord,
+    TrajectoryLog,
+    TrajectoryRecord,
+)
 
 UNKNOWN = "unknown"
 """Name of a block without a stack sample."""
@@ -52,7 +58,10 @@ GENERATE, LOOP_LAG, OWN_CODE, UNEXPLAINED = "generate", "loop lag", "own code", 
 BEFORE = "began before the capture"
 _CAUSES = (*_PARTS, LOOP_LAG, OWN_CODE, BEFORE, UNEXPLAINED)
 """Causes other than span names."""
-_JOINED = {GENERATE: ("first token", "queued", "prefill", "decode"), "first token": ("queued", "prefill")}
+_JOINED = {
+    GENERATE: ("first token", "queued", "prefill", "decode"),
+    "first token": ("queued", "prefill"),
+}
 """Causes of requests without an engine's statistics, each with the causes that it joins."""
 
 _NUMBERS = {name: number for number, name in enumerate(_CAUSES)}
@@ -84,9 +93,12 @@ class Trajectory(NamedTuple):
         cut_begin: Whether the trajectory began before the recording or the step.
         cut_end: Whether the trajectory ended after the step or the recording.
         loop: Number of the event loop, counted over all processes, or -1.
-        unseen_begin: Whether the trajectory began before the recording, so that spans may be missing.
-        whole_log: Whether the process's log has all spans, so that time outside spans is ``own code``.
-        failed_in: Span in which the trajectory failed; empty outside spans, ``None`` without an error.
+        unseen_begin: Whether the trajectory began before the recording, so that spans may be
+            missing.
+        whole_log: Whether the process's log has all spans, so that time outside spans is ``own
+            code``.
+        failed_in: Span in which the trajectory failed; empty outside spans, ``None`` without an
+            error.
     """
 
     lane: str
@@ -127,7 +139,8 @@ class SpanTable(NamedTuple):
         end: End (unix ns).
         loop: Number of the event loop, or -1.
         failed: 1 if the span raised.
-        open: 1 if the span continued after ``end``, because it was open in the log or ``end`` is clipped.
+        open: 1 if the span continued after ``end``, because it was open in the log or ``end`` is
+            clipped.
         parent: Number of the innermost span that was open at the begin of the span, or -1.
         reach: End (unix ns) of the span, or of an inner span that ends later.
     """
@@ -166,7 +179,8 @@ class Records:
     """The recorded trajectories of a step.
 
     Args:
-        logs: One log per process with its source. Ids are unique in a log, and each parent is in it.
+        logs: One log per process with its source. Ids are unique in a log, and each parent is in
+            it.
         begin_ns: Begin of the step (unix ns, controller's clock).
         end_ns: End of the step (unix ns, controller's clock).
 
@@ -177,11 +191,14 @@ class Records:
         spans: Spans of the trajectories, and spans outside trajectories.
         requests: The engine's request id, by the number of the span that made the request.
         blocks: Intervals in which event loops were blocked.
-        blockers: Blockers as ``(lane, span, function)``. Without a span, the function or ``unknown`` is in
-            its place. Of several functions in one span, the longest blocker counts.
+        blockers: Blockers as ``(lane, span, function)``. Without a span, the function or
+            ``unknown`` is in its place. Of several functions in one span, the longest blocker
+            counts.
     """
 
-    def __init__(self, logs: Iterable[tuple[Source, TrajectoryLog]], begin_ns: int, end_ns: int) -> None:
+    def __init__(
+        self, logs: Iterable[tuple[Source, TrajectoryLog]], begin_ns: int, end_ns: int
+    ) -> None:
         self.roles: list[str] = []
         self.trajectories: list[Trajectory] = []
         self.requests: dict[int, str] = {}
@@ -199,7 +216,9 @@ class Records:
         columns = (*np.concatenate(self._spans).T, np.array(self._parents), np.array(self._reach))
         self.spans, self.names = SpanTable(*columns), list(self._names)
         self.blocks = Blocks(*np.concatenate(self._blocks).T)
-        self.blockers = [(*key, most.most_common(1)[0][0]) for key, (_, most) in self._blockers.items()]
+        self.blockers = [
+            (*key, most.most_common(1)[0][0]) for key, (_, most) in self._blockers.items()
+        ]
 
     def _add(self, source: Source, log: TrajectoryLog, window: tuple[int, int]) -> None:
         """Add the records of a log that overlap a window."""
@@ -232,7 +251,9 @@ class Records:
         self, record: TrajectoryRecord | SpanRecord | Block, window: tuple[int, int]
     ) -> tuple[int, int]:
         """Return a record's begin and end on the controller's clock, clipped to a window."""
-        return max(record.begin_ns - self._offset, window[0]), min(record.end_ns - self._offset, window[1])
+        return max(record.begin_ns - self._offset, window[0]), min(
+            record.end_ns - self._offset, window[1]
+        )
 
     def _add_spans(self, log: TrajectoryLog, numbers: dict[int, int]) -> dict[int, int]:
         """Add the spans of a log; return the trajectory number of each kept span, by span id."""
@@ -261,7 +282,9 @@ class Records:
             cause = self._names.setdefault(name, len(self._names))
             loop = self._loop_of.get(span.loop, NO_SPAN)
             goes_on = span.open or span.end_ns - self._offset > end
-            rows.append((number, len(self.roles) - 1, cause, begin, end, loop, span.failed, goes_on))
+            rows.append(
+                (number, len(self.roles) - 1, cause, begin, end, loop, span.failed, goes_on)
+            )
         self._spans.append(np.array(rows, dtype=np.int64).reshape(-1, 8))
         return owners
 
@@ -298,18 +321,22 @@ def _failed_in(log: TrajectoryLog) -> dict[int, str]:
     for span in log.spans if inner else []:
         if (span.failed or span.open or span.status) and span.trajectory in inner:
             known = inner[span.trajectory] or span
-            inner[span.trajectory] = max(known, span, key=lambda one: (one.failed, one.begin_ns, one.id))
+            inner[span.trajectory] = max(
+                known, span, key=lambda one: (one.failed, one.begin_ns, one.id)
+            )
     return {id: shortened(span.name) if span else "" for id, span in inner.items()}
 
 
 DRAIN_NS = 50_000_000
 """Time after a block in which the loop runs the tasks that became ready during the block."""
 
-_TOGETHER_NS = 10_000_000  # blocks with gaps up to this are one block: other tasks run for a moment between
+# blocks with gaps up to this are one block: other tasks run for a moment between
+_TOGETHER_NS = 10_000_000
 
 
 class Pieces(NamedTuple):
-    """Intervals with one cause each, as columns. Overlapping intervals of one owner share the time equally.
+    """Intervals with one cause each, as columns. Overlapping intervals of one owner share the time
+    equally.
 
     Attributes:
         owner: Number of the trajectory (or process).
@@ -331,7 +358,9 @@ class Pieces(NamedTuple):
 
     def of(self, rows: NDArray[Any], **others: Any) -> Pieces:
         """Return the intervals at the given indices, with other columns in place of some."""
-        return Pieces._make((*(column[rows] for column in self[:-1]), self.causes))._replace(**others)
+        return Pieces._make((*(column[rows] for column in self[:-1]), self.causes))._replace(
+            **others
+        )
 
     def joined(self, *others: Pieces) -> Pieces:
         """Return the intervals with those of others behind them."""
@@ -339,8 +368,12 @@ class Pieces(NamedTuple):
         return Pieces._make((*map(np.concatenate, columns), self.causes))
 
     def seconds(self, took: NDArray[Any]) -> dict[str, float]:
-        """Return the seconds of each cause as :func:`ranked` does, from the time of each interval (ns)."""
-        return ranked(self.causes, np.bincount(self.cause, weights=took, minlength=len(self.causes)))
+        """Return the seconds of each cause as :func:`ranked` does,
+        from the time of each interval (ns).
+        """
+        return ranked(
+            self.causes, np.bincount(self.cause, weights=took, minlength=len(self.causes))
+        )
 
 
 def ranked(causes: Sequence[str], took: NDArray[Any]) -> dict[str, float]:
@@ -350,12 +383,15 @@ def ranked(causes: Sequence[str], took: NDArray[Any]) -> dict[str, float]:
         causes: Names of the causes.
         took: Times of the causes (ns); causes of less than a nanosecond are left out.
     """
-    found = [(cause, ns / 1e9) for cause, ns in zip(causes, took.tolist(), strict=True) if ns >= 0.5]
+    found = [
+        (cause, ns / 1e9) for cause, ns in zip(causes, took.tolist(), strict=True) if ns >= 0.5
+    ]
     return dict(sorted(found, key=lambda item: (item[0] == UNEXPLAINED, -item[1])))
 
 
 def pieces_of(records: Records, served: Mapping[int, Request]) -> tuple[Pieces, Pieces]:
-    """Divide the time of trajectories, and of processes outside trajectories, into intervals by cause.
+    """Divide the time of trajectories, and of processes outside trajectories, into intervals by
+    cause.
 
     Each instant of a trajectory has a cause, the innermost open span, with these exceptions:
 
@@ -371,9 +407,13 @@ def pieces_of(records: Records, served: Mapping[int, Request]) -> tuple[Pieces, 
     spans = records.spans
     inside = np.flatnonzero(spans.parent >= 0)
     around = spans.parent[inside]
-    index, begin, end = without(spans.begin, spans.end, around, spans.begin[inside], spans.reach[inside])
+    index, begin, end = without(
+        spans.begin, spans.end, around, spans.begin[inside], spans.reach[inside]
+    )
     none, own = np.full(len(index), -1), spans.trajectory[index] >= 0
-    of_processes = Pieces(spans.process[index], begin, end, spans.name[index], none, none, records.names)
+    of_processes = Pieces(
+        spans.process[index], begin, end, spans.name[index], none, none, records.names
+    )
     in_spans = of_processes.of(
         own, owner=spans.trajectory[index][own], loop=spans.loop[index][own], span=index[own]
     )
@@ -382,7 +422,9 @@ def pieces_of(records: Records, served: Mapping[int, Request]) -> tuple[Pieces, 
 
 
 def _by_request(pieces: Pieces, spans: SpanTable, served: Mapping[int, Request]) -> Pieces:
-    """Divide ``generate`` spans by the parts of their requests; drop loops that cannot delay a part."""
+    """Divide ``generate`` spans by the parts of their requests;
+    drop loops that cannot delay a part.
+    """
     columns = (column.tolist() for column in (pieces.span, pieces.cause, pieces.begin, pieces.end))
     parts = [
         (row, *part)
@@ -415,7 +457,9 @@ def _in_no_span(records: Records) -> Pieces:
     columns = [[getattr(one, name) for one in records.trajectories] for name in names]
     first, last, loop, is_whole, unseen = np.array(columns, dtype=np.int64)
     rows = np.flatnonzero(spans.trajectory >= 0)
-    number, begin, end = without(first, last, spans.trajectory[rows], spans.begin[rows], spans.end[rows])
+    number, begin, end = without(
+        first, last, spans.trajectory[rows], spans.begin[rows], spans.end[rows]
+    )
     cause = np.where(is_whole[number], _NUMBERS[OWN_CODE], _NUMBERS[UNEXPLAINED])
     cause[(unseen[number] > 0) & (begin == first[number])] = _NUMBERS[BEFORE]
     return Pieces(number, begin, end, cause, loop[number], np.full(len(number), -1), records.names)
@@ -426,7 +470,9 @@ def _with_lag(waits: Pieces, blocks: Blocks) -> Pieces:
     if not len(blocks.loop):
         return waits
     until = blocks.end + _TOGETHER_NS
-    axes = Axes(int(max(blocks.loop.max(), waits.loop.max(initial=0))) + 1, blocks.begin, until, waits.end)
+    axes = Axes(
+        int(max(blocks.loop.max(), waits.loop.max(initial=0))) + 1, blocks.begin, until, waits.end
+    )
     stalls = union(axes.put(blocks.loop, blocks.begin, until))
     loop, since, until = axes.take(stalls)
     last = np.searchsorted(stalls[:, 0], axes.put(waits.loop, waits.end, waits.end)[:, 0]) - 1
@@ -435,7 +481,9 @@ def _with_lag(waits: Pieces, blocks: Blocks) -> Pieces:
     is_late = (loop[last] == waits.loop) & (waits.end <= until + DRAIN_NS) & (low < high)
     late = np.flatnonzero(is_late)
     # The blocks by a trajectory itself are no lag of its waits.
-    axes = Axes(int(waits.owner.max(initial=0)) + 1, blocks.begin, blocks.end, low[late], high[late])
+    axes = Axes(
+        int(waits.owner.max(initial=0)) + 1, blocks.begin, blocks.end, low[late], high[late]
+    )
     own = union(axes.put(blocks.trajectory, blocks.begin, blocks.end))
     mine = axes.put(waits.owner[late], low[late], high[late])
     _, since, until = axes.take(own)
@@ -446,20 +494,24 @@ def _with_lag(waits: Pieces, blocks: Blocks) -> Pieces:
         for place, rows in enumerate(map(range, first, beyond))
         for hole in rows
     ]
-    row, begin, end = without(low[late], high[late], *np.array(holes, dtype=np.int64).reshape(-1, 3).T)
+    row, begin, end = without(
+        low[late], high[late], *np.array(holes, dtype=np.int64).reshape(-1, 3).T
+    )
     lag = waits.of(late[row], begin=begin, end=end, cause=np.full(len(row), _NUMBERS[LOOP_LAG]))
     left, begin, end = without(waits.begin[late], waits.end[late], row, begin, end)
     rest = waits.of(late[left], begin=begin, end=end)
-    order = np.argsort(np.concatenate((np.flatnonzero(~is_late), late[row], late[left])), kind="stable")
+    order = np.argsort(
+        np.concatenate((np.flatnonzero(~is_late), late[row], late[left])), kind="stable"
+    )
     return waits.of(~is_late).joined(lag, rest).of(order)
 
 
 class Explanation:
     """Attributes any time window to causes.
 
-    An instant is divided equally among the causes of all running trajectories. Without a running trajectory,
-    the instant belongs to spans outside trajectories, else to the controller's innermost stage, else to
-    requests in an engine. The rest is unexplained.
+    An instant is divided equally among the causes of all running trajectories. Without a running
+    trajectory, the instant belongs to spans outside trajectories, else to the controller's
+    innermost stage, else to requests in an engine. The rest is unexplained.
 
     Args:
         trajectories: Time of the trajectories by cause.
@@ -471,9 +523,17 @@ class Explanation:
     def __init__(
         self, trajectories: Pieces, processes: Pieces, stages: Sequence[StageSpan], requests: Spans
     ) -> None:
-        nested = sorted((span for span in stages if span.depth), key=lambda span: (-span.depth, span.name))
-        inner = {name: time_of(nested, name) for name in dict.fromkeys(span.name for span in nested)}
-        self._names = [*trajectories.causes, *(f"controller: {name}" for name in inner), _NO_TRAJECTORY]
+        nested = sorted(
+            (span for span in stages if span.depth), key=lambda span: (-span.depth, span.name)
+        )
+        inner = {
+            name: time_of(nested, name) for name in dict.fromkeys(span.name for span in nested)
+        }
+        self._names = [
+            *trajectories.causes,
+            *(f"controller: {name}" for name in inner),
+            _NO_TRAJECTORY,
+        ]
         self._levels: list[tuple[Ints, Sharing]] = []
         taken = EMPTY
         for pieces in (trajectories, processes):
@@ -486,7 +546,8 @@ class Explanation:
             taken = union(taken, left)
 
     def of(self, window: Spans) -> dict[str, float]:
-        """Return seconds by cause, largest first and ``unexplained`` last; they add up to the window.
+        """Return seconds by cause, largest first and ``unexplained`` last; they add up to the
+        window.
 
         Args:
             window: Intervals of time; an instant in two intervals counts twice.

@@ -56,9 +56,14 @@ _MOST_GROUPS = 20
 
 
 def rollout_of(
-    step: Step, records: Records, served: Mapping[int, Request], pieces: Pieces, of_processes: Pieces
+    step: Step,
+    records: Records,
+    served: Mapping[int, Request],
+    pieces: Pieces,
+    of_processes: Pieces,
 ) -> tuple[Rollout, Explanation] | None:
-    """Return the section, and the explanation of the step's time; ``None`` without recorded trajectories.
+    """Return the section, and the explanation of the step's time; ``None`` without recorded
+    trajectories.
 
     Args:
         step: The step.
@@ -74,7 +79,9 @@ def rollout_of(
     columns = [(one.begin_ns, one.end_ns, one.validate) for one in found]
     begin, end, validate = np.array(columns, dtype=np.int64).reshape(-1, 3).T
     training = np.flatnonzero(validate == 0)
-    whole = [number for number in training if not (found[number].cut_begin or found[number].cut_end)]
+    whole = [
+        number for number in training if not (found[number].cut_begin or found[number].cut_end)
+    ]
     p50, p99 = percentiles((end - begin)[whole] / 1e9, 50, 99)
     shares = Sharing(pieces.begin, pieces.end, pieces.owner).shares()
     window = step.during(ROLLOUT)
@@ -117,8 +124,12 @@ def requests_of(records: Records, manifest: Manifest) -> dict[int, Request]:
     return joined(generates, requests_by_id(manifest))
 
 
-def _causes(pieces: Pieces, shares: NDArray[np.float64], validate: Ints, kind: int) -> list[CauseRow]:
-    """Return rows of the trajectories' time by cause (tool, queue, ...), which add up to the total."""
+def _causes(
+    pieces: Pieces, shares: NDArray[np.float64], validate: Ints, kind: int
+) -> list[CauseRow]:
+    """Return rows of the trajectories' time by cause (tool, queue, ...),
+    which add up to the total.
+    """
     rows = np.flatnonzero((validate[pieces.owner] == kind) & (shares > 0))
     pairs = set(zip(pieces.cause[rows].tolist(), pieces.owner[rows].tolist(), strict=True))
     members = Counter(pieces.causes[cause] for cause, _ in pairs)
@@ -131,8 +142,8 @@ def _causes(pieces: Pieces, shares: NDArray[np.float64], validate: Ints, kind: i
 def _polling(step: Step, ends: Ints) -> Polling | None:
     """Return the cost of the trainer's polling in the rollout; ``None`` without polling.
 
-    Polling after the last trajectory's end is lost time, for each run of the stage ``rollout``. Polling
-    before that end costs nothing, because the trainer waits for trajectories.
+    Polling after the last trajectory's end is lost time, for each run of the stage ``rollout``.
+    Polling before that end costs nothing, because the trainer waits for trajectories.
 
     Args:
         step: The step.
@@ -169,7 +180,9 @@ def _call_rows(records: Records) -> list[CallRow]:
     rows = []
     for key in np.unique(keys).tolist():
         role, name = divmod(key, len(records.names))
-        rows.append(_call_row(roles[role], records.names[name], np.flatnonzero(keys == key), records))
+        rows.append(
+            _call_row(roles[role], records.names[name], np.flatnonzero(keys == key), records)
+        )
     return sorted(rows, key=lambda row: -row.seconds)
 
 
@@ -191,7 +204,8 @@ def _call_row(role: str, name: str, rows: Ints, records: Records) -> CallRow:
 
 
 def _block_rows(records: Records, lag: Pieces) -> list[BlockRow]:
-    """Return the functions and spans that blocked event loops, longest first, with the delayed trajectories.
+    """Return the functions and spans that blocked event loops, longest first, with the delayed
+    trajectories.
 
     Args:
         records: The recorded trajectories.
@@ -223,15 +237,17 @@ def _block_rows(records: Records, lag: Pieces) -> list[BlockRow]:
 def _groups(trajectories: Sequence[Trajectory], pieces: Pieces, begin_ns: int) -> dict[str, Any]:
     """Return the fields of the section on groups of two or more training trajectories.
 
-    Groups are sorted by the time for which members waited for the last member. The spread of a group is the
-    time from the first end of a member to the last end.
+    Groups are sorted by the time for which members waited for the last member. The spread of a
+    group is the time from the first end of a member to the last end.
 
     Args:
         trajectories: All trajectories.
         pieces: Time of the trajectories by cause.
         begin_ns: Begin of the step (unix ns).
     """
-    named = [number for number, one in enumerate(trajectories) if one.said.group and not one.validate]
+    named = [
+        number for number, one in enumerate(trajectories) if one.said.group and not one.validate
+    ]
     groups = grouped(named, lambda number: trajectories[number].said.group)
     found = []
     for group, members in groups.items():
@@ -269,9 +285,12 @@ def _status_rows(records: Records) -> list[StatusRow]:
     """Return one row per status, training before validation, the largest total time first."""
     counts: dict[tuple[bool, str], Any] = defaultdict(Counter)
     for one in records.trajectories:
-        counts[one.validate, one.status].update(trajectories=1, seconds=(one.end_ns - one.begin_ns) / 1e9)
+        counts[one.validate, one.status].update(
+            trajectories=1, seconds=(one.end_ns - one.begin_ns) / 1e9
+        )
     whole = {
-        kind: sum(of["seconds"] for key, of in counts.items() if key[0] is kind) for kind in (False, True)
+        kind: sum(of["seconds"] for key, of in counts.items() if key[0] is kind)
+        for kind in (False, True)
     }
     rows = [
         StatusRow(validate=kind, status=status, share=of["seconds"] / (whole[kind] or 1.0), **of)
@@ -281,9 +300,13 @@ def _status_rows(records: Records) -> list[StatusRow]:
 
 
 def _failure_rows(trajectories: Sequence[Trajectory]) -> list[FailureRow]:
-    """Return the errors of failed and cancelled trajectories, the most frequent first, validation last."""
+    """Return the errors of failed and cancelled trajectories, the most frequent first,
+    validation last.
+    """
     failed = [one for one in trajectories if one.failed_in is not None]
-    errors = grouped(failed, lambda one: (one.validate, one.said.status, _error(one), one.failed_in or ""))
+    errors = grouped(
+        failed, lambda one: (one.validate, one.said.status, _error(one), one.failed_in or "")
+    )
     rows = []
     for (validate, status, error, span), of in sorted(errors.items()):
         first = of[0].said
@@ -304,10 +327,13 @@ def _error(trajectory: Trajectory) -> str:
     return shortened(" ".join(trajectory.said.error.split()))
 
 
-def _versions(records: Records, served: Mapping[int, Request], trained: int | None) -> dict[str, Any]:
+def _versions(
+    records: Records, served: Mapping[int, Request], trained: int | None
+) -> dict[str, Any]:
     """Return the fields of the section on policy versions, newest first, of training trajectories.
 
-    Versions come from the loop (``min_version``, ``max_version``), else from the trajectory's requests.
+    Versions come from the loop (``min_version``, ``max_version``), else from the trajectory's
+    requests.
 
     Args:
         records: The recorded trajectories.
@@ -345,11 +371,13 @@ def _versions(records: Records, served: Mapping[int, Request], trained: int | No
     return {"versions": rows, "versioned": oldest.total(), "partial": partial}
 
 
-def _last_trajectories(numbers: Ints, begin: Ints, end: Ints, pieces: Pieces) -> LastTrajectories | None:
+def _last_trajectories(
+    numbers: Ints, begin: Ints, end: Ints, pieces: Pieces
+) -> LastTrajectories | None:
     """Return the tail: the time in which only the last ``k`` of ``n`` trajectories still ran.
 
-    ``k`` is at most ``n / 2``, and maximizes the tail's share of the rollout minus ``k / n``. There, the
-    curve of finished trajectories bends.
+    ``k`` is at most ``n / 2``, and maximizes the tail's share of the rollout minus ``k / n``.
+    There, the curve of finished trajectories bends.
 
     Args:
         numbers: Numbers of the trajectories.
@@ -361,7 +389,9 @@ def _last_trajectories(numbers: Ints, begin: Ints, end: Ints, pieces: Pieces) ->
         return None
     order = np.argsort(end, kind="stable")
     ends, first = end[order], int(begin.min())
-    done = np.concatenate(([first], ends[:-1]))[::-1]  # time at which all but the last 1, 2, ... had ended
+    done = np.concatenate(([first], ends[:-1]))[
+        ::-1
+    ]  # time at which all but the last 1, 2, ... had ended
     sizes = np.arange(1, len(ends) + 1)
     wall = max(int(ends[-1]) - first, 1)
     gain = (ends[-1] - done) / wall - sizes / len(ends)
@@ -385,4 +415,6 @@ def _last_trajectories(numbers: Ints, begin: Ints, end: Ints, pieces: Pieces) ->
 def _part_rows(seconds: Mapping[str, float]) -> list[PartRow]:
     """Return rows of seconds by cause, with shares that add up to 1."""
     whole = sum(seconds.values()) or 1.0
-    return [PartRow(cause=cause, seconds=took, share=took / whole) for cause, took in seconds.items()]
+    return [
+        PartRow(cause=cause, seconds=took, share=took / whole) for cause, took in seconds.items()
+    ]

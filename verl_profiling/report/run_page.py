@@ -1,4 +1,6 @@
-"""Renders the page of a run: its captured steps side by side, with links to the pages of the steps."""
+"""Renders the page of a run: its captured steps side by side,
+with links to the pages of the steps.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from verl_profiling.report.lost import cause_name
 from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import Figure, axis_top, waits
 from verl_profiling.report.tables import Cell, named, stage_class, timed
-from verl_profiling.report.watch_frame import IN_NO_STAGE, captures_so_far, excess, noticed_in, slowest
+from verl_profiling.report.watch_frame import (
+    IN_NO_STAGE,
+    captures_so_far,
+    excess,
+    noticed_in,
+    slowest,
+)
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.timeline.inputs import how_to_capture
 from verl_profiling.units import duration, visible, visible_text_of
@@ -65,14 +73,19 @@ def render_run(
     by_step = {report.step: link for report, link in zip(reports, links, strict=True)}
     logged = _logged(directory, watched, by_step)
     ran = logged or steps
-    content = f'<section id="hang" aria-label="Hang"><p>{escape(visible(hangs))}</p></section>' * bool(hangs)
+    content = (
+        f'<section id="hang" aria-label="Hang"><p>{escape(visible(hangs))}</p></section>'
+        * bool(hangs)
+    )
     content += figures_section(_figures(ran)) if ran else ""
     if not steps:
         note = escape(visible(how_to_capture(directory)))
         content += f'<section id="findings" aria-label="Captures"><p>{note}</p></section>'
     if logged:
         said = [f"Step {watched[-1].step}: {one}." for one in waits(watched[-1])]
-        note = " ".join(["Exposed time: the part of the step's duration that each stage caused.", *said])
+        note = " ".join(
+            ["Exposed time: the part of the step's duration that each stage caused.", *said]
+        )
         title = f"The last {_MOST_BARS} steps" if logged[_MOST_BARS:] else "Every step"
         content += _trend(title, logged[-_MOST_BARS:], note)
     content += _noticed(watched, reports, links)
@@ -81,16 +94,24 @@ def render_run(
     return document(visible(directory.resolve().name), count, content)
 
 
-def _noticed(watched: Sequence[StepSummary], reports: Sequence[Report], links: Sequence[str]) -> str:
-    """Return a table of the anomalies that the watch noticed, with the capture or the reason for none."""
+def _noticed(
+    watched: Sequence[StepSummary], reports: Sequence[Report], links: Sequence[str]
+) -> str:
+    """Return a table of the anomalies that the watch noticed,
+    with the capture or the reason for none.
+    """
     captures = {}
     for report, link in zip(reports, links, strict=True):
         if report.asked is not None:
             captures[report.asked.noticed] = named(page_title(report), link)
     rows = []
     for anomaly, why in noticed_in(watched):
-        capture = captures.get(anomaly.noticed, named(f"not captured: {why}" if why else "not captured"))
-        rows.append([named(f"Step {anomaly.noticed}"), named(anomaly.sign), named(anomaly.reason), capture])
+        capture = captures.get(
+            anomaly.noticed, named(f"not captured: {why}" if why else "not captured")
+        )
+        rows.append(
+            [named(f"Step {anomaly.noticed}"), named(anomaly.sign), named(anomaly.reason), capture]
+        )
     note = "What the watch noticed, whether it was captured or not."
     shown = table("Noticed", ("step", "sign", "reason", "capture"), rows)
     return section("Noticed", shown, note) if rows else ""
@@ -182,7 +203,9 @@ def _trend(
         elif total > 1.001 * top:  # sums differ in their last digits
             mark = "▲"
             marks[mark] = "beyond the axis"
-        said += [f"{shown(name)} {duration(took)}" for name, took in parts[:_MOST_LINES] if took > 0]
+        said += [
+            f"{shown(name)} {duration(took)}" for name, took in parts[:_MOST_LINES] if took > 0
+        ]
         text = ", ".join(said)
         label = f"<b>{escape(step.title.removeprefix('Step '))}</b>" * (index % every == 0)
         stacked = "".join(
@@ -192,10 +215,13 @@ def _trend(
         )
         tag, link = ("a", f' href="{escape(step.link)}"') if step.link else ("div", "")
         bars += (
-            f'<{tag} class="step"{link} title="{escape(text)}" style="height:{min(total / top, 1):.2%}">'
+            f'<{tag} class="step"{link} title="{escape(text)}" '
+            f'style="height:{min(total / top, 1):.2%}">'
             f"{f'<u>{mark}</u>' * bool(mark)}{stacked}{label}</{tag}>"
         )
-    legend = "".join(f'<li><i class="{escape(key(n))}"></i><bdi>{escape(shown(n))}</bdi></li>' for n in names)
+    legend = "".join(
+        f'<li><i class="{escape(key(n))}"></i><bdi>{escape(shown(n))}</bdi></li>' for n in names
+    )
     legend += "".join(f"<li>{mark} {meaning}</li>" for mark, meaning in marks.items())
     axis = f'<span>{duration(top)}</span><span style="bottom:50%">{duration(top / 2)}</span>'
     drawn = f'<ul class="legend">{legend}</ul><div class="trend">{axis}{bars}</div>'
@@ -219,7 +245,9 @@ def _by_step(title: str, steps: Sequence[_Step], rows: Sequence[Mapping[str, Cel
     return table(title, ("step", *map(visible, names)), cells if names else [])
 
 
-def _logged(run: Path, steps: Sequence[StepSummary], links: Mapping[int | None, str]) -> list[_Step]:
+def _logged(
+    run: Path, steps: Sequence[StepSummary], links: Mapping[int | None, str]
+) -> list[_Step]:
     """Return the steps in the log of the watch.
 
     Args:

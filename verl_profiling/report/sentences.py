@@ -57,10 +57,18 @@ def figures(report: Report) -> Iterator[Figure]:
         lanes = f"{counted(len(report.devices), 'device')} ({lanes})"
     yield Figure(title, f"{working:.0%}", f"of {lanes}, {_known_waits(report)}")
     if lost := sum(causes.values()):
-        rules = [OTHER_RANKS if finding.rule == "straggler" else finding.rule for finding in report.findings]
-        cause = next((rule for rule in rules if causes.get(rule)), max(causes, key=lambda name: causes[name]))
+        rules = [
+            OTHER_RANKS if finding.rule == "straggler" else finding.rule
+            for finding in report.findings
+        ]
+        cause = next(
+            (rule for rule in rules if causes.get(rule)), max(causes, key=lambda name: causes[name])
+        )
         shares = {row.cause: row.share for row in report.lost}
-        line = f"{sum(shares.values()):.0%} of the observed time; {shares[cause]:.0%} {cause_name(cause)}"
+        line = (
+            f"{sum(shares.values()):.0%} of the observed time; {shares[cause]:.0%} "
+            f"{cause_name(cause)}"
+        )
         line += "" if report.findings else ", nothing unusual"
         yield Figure("Lost", report.lane_seconds(lost), line, f"k-{cause}")
 
@@ -78,7 +86,9 @@ def _known_waits(report: Report) -> str:
     if not report.unmatched_us:
         return "without waits for other ranks"
     is_known = any(row.waiting_us for row in report.devices)
-    return "without the known waits for other ranks" if is_known else "waits for other ranks unknown"
+    return (
+        "without the known waits for other ranks" if is_known else "waits for other ranks unknown"
+    )
 
 
 def asked_sentences(asked: Asked | None) -> Iterator[str]:
@@ -97,21 +107,31 @@ def asked_sentences(asked: Asked | None) -> Iterator[str]:
 
 
 def sentences(report: Report) -> Iterator[str]:
-    """Yield sentences on facts that are in no table: end of the rollout, idle sides, clocks, read traces."""
+    """Yield sentences on facts that are in no table: end of the rollout, idle sides, clocks,
+    read traces.
+    """
     if tail := report.tail:
-        done = f"{counted(tail.replicas, 'replica')} was done after {duration(tail.last_finish_us / 1e6)}"
-        late = f", {tail.ratio:.2f} times the median; {tail.tail_share:.1%} of the step lies between"
+        done = (
+            f"{counted(tail.replicas, 'replica')} was done after "
+            f"{duration(tail.last_finish_us / 1e6)}"
+        )
+        late = (
+            f", {tail.ratio:.2f} times the median; {tail.tail_share:.1%} of the step lies between"
+        )
         yield f"rollout: the last of {done}{late}" if tail.replicas > 1 else f"rollout: {done}"
         if tail.latency_s and tail.response_tokens:
             latency, tokens = tail.latency_s, tail.response_tokens
             yield (
                 f"{tail.requests:,} requests: latency p50 {duration(latency.p50)}, p99 "
-                f"{duration(latency.p99)}; response p50 {tokens.p50:.0f}, p99 {tokens.p99:.0f} tokens"
+                f"{duration(latency.p99)}; response p50 {tokens.p50:.0f}, p99 "
+                f"{tokens.p99:.0f} tokens"
             )
     yield from waits(report.watched)
     for clock in report.clocks:
         drift_ns = clock.closing_offset_ns - clock.offset_ns
-        by, within, drift = (duration(ns / 1e9) for ns in (clock.offset_ns, clock.error_ns, drift_ns))
+        by, within, drift = (
+            duration(ns / 1e9) for ns in (clock.offset_ns, clock.error_ns, drift_ns)
+        )
         yield f"clock of {clock.host}: corrected by {by}, accurate to {within}, drift {drift}"
     yield (
         f"{report.coverage.read} of {report.coverage.expected} traces read, "
@@ -120,15 +140,33 @@ def sentences(report: Report) -> Iterator[str]:
 
 
 def waits(summary: StepSummary | None) -> Iterator[str]:
-    """Yield sentences on the idle shares of training and rollout, their causes, and samples per second."""
+    """Yield sentences on the idle shares of training and rollout, their causes,
+    and samples per second.
+    """
     if summary is None:
         return
     rates = summary.rates
     made = rates.get("samples_per_s", 0.0)
     taken = rates.get("samples_taken_per_s") or made
     sides = (
-        ("trainer", summary.trainer_idle, ROLLOUT, "generation makes", made, "training could take", taken),
-        ("rollout", summary.rollout_idle, TRAINING, "training takes", taken, "generation could make", made),
+        (
+            "trainer",
+            summary.trainer_idle,
+            ROLLOUT,
+            "generation makes",
+            made,
+            "training could take",
+            taken,
+        ),
+        (
+            "rollout",
+            summary.rollout_idle,
+            TRAINING,
+            "training takes",
+            taken,
+            "generation could make",
+            made,
+        ),
     )
     for side, idle, other, does, rate, could, own in sides:
         if idle is not None and idle.share >= _LEAST_WAIT:
@@ -141,10 +179,14 @@ def waits(summary: StepSummary | None) -> Iterator[str]:
     if summary.tokens or summary.taken or summary.taken_tokens or summary.counts:
         parts = []
         for flow, names in _FLOWS.items():
-            said = [f"{_number(rates[name])} {what}/s" for name, what in names.items() if name in rates]
+            said = [
+                f"{_number(rates[name])} {what}/s" for name, what in names.items() if name in rates
+            ]
             if said:
                 parts.append(f"{flow} {', '.join(said)}")
-        yield "; ".join([*parts, *(f"{name} {_number(value)}" for name, value in summary.counts.items())])
+        yield "; ".join(
+            [*parts, *(f"{name} {_number(value)}" for name, value in summary.counts.items())]
+        )
 
 
 def _number(value: float) -> str:
@@ -159,7 +201,8 @@ def rollout_sentences(rollout: Rollout) -> Iterator[str]:
         took = f": p50 {duration(rollout.p50_s)}, p99 {duration(rollout.p99_s)}"
     whole = duration(sum(part.seconds for part in rollout.time))
     yield (
-        f"{counted(rollout.trajectories, 'trajectory')}{also}{took}; {rollout.explained:.1%} of the {whole} "
+        f"{counted(rollout.trajectories, 'trajectory')}{also}{took}; {rollout.explained:.1%} "
+        f"of the {whole} "
         "of the rollout is attributed to a cause"
     )
     if rollout.cut:
@@ -173,14 +216,17 @@ def rollout_sentences(rollout: Rollout) -> Iterator[str]:
         )
     if polling := rollout.polling:
         yield (
-            f"polling the replay buffer: {polling.pauses:,} times, every {duration(polling.interval_s)}; the "
-            f"trainer slept {duration(polling.late_s)} ({polling.late_share:.1%} of the step) after the last "
+            f"polling the replay buffer: {polling.pauses:,} times, every "
+            f"{duration(polling.interval_s)}; the "
+            f"trainer slept {duration(polling.late_s)} ({polling.late_share:.1%} of the "
+            "step) after the last "
             "response was there"
         )
     if rollout.groups_seen:
         yield (
             f"{counted(rollout.groups_seen, 'group')}: from the first end to the last end p50 "
-            f"{duration(rollout.group_spread_p50_s)}, at most {duration(rollout.group_spread_max_s)}; "
+            f"{duration(rollout.group_spread_p50_s)}, at most "
+            f"{duration(rollout.group_spread_max_s)}; "
             f"members waited {duration(rollout.group_waited_s)} for the last member"
         )
     if rollout.versioned:
@@ -202,7 +248,8 @@ def axis_top(values: Sequence[float]) -> float:
 
 
 def sparkline(values: Sequence[float], most: int) -> str:
-    """Return a bar chart of the last values as text: one character per value, a sign for an outlier.
+    """Return a bar chart of the last values as text: one character per value, a sign for an
+    outlier.
 
     Args:
         values: Numbers of at least 0.

@@ -1,8 +1,9 @@
 """Compares the suspects of a requested capture with their peers, e.g. other ranks of the role.
 
-Workers that communicate end a stage together, so a rank's duration of the stage does not show its own work.
-Compared are the time in the stage without waits for other ranks, and the parts of the stage: computing,
-communicating, waiting, and idle by cause. Both sides of a row cover the same stage or step.
+Workers that communicate end a stage together, so a rank's duration of the stage does not show its
+own work. Compared are the time in the stage without waits for other ranks, and the parts of the
+stage: computing, communicating, waiting, and idle by cause. Both sides of a row cover the same
+stage or step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from verl_profiling.capture_request import Trigger
 from verl_profiling.report.capture_rows import measures_of, per_token_us
 from verl_profiling.report.collectives import Calls, last_to
 from verl_profiling.report.columns import SuspectRow
-from verl_profiling.report.intervals import EMPTY, Spans, intersection, length, subtract, time_of, union
+from verl_profiling.report.intervals import (
+    EMPTY,
+    Spans,
+    intersection,
+    length,
+    subtract,
+    time_of,
+    union,
+)
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import cause_name
 from verl_profiling.report.model import Asked
@@ -28,11 +37,14 @@ _SMALL = 0.01
 """Minimum time in the comparison, as a share of the step."""
 _KERNELS = 5
 _MOST_SUSPECTS = 4
-_OF_A_STAGE_OF_ALL = 0.2  # least wait for one process, as a share of a stage in which nobody is suspected
+# least wait for one process, as a share of a stage in which nobody is suspected
+_OF_A_STAGE_OF_ALL = 0.2
 
 
 def asked_of(step: Step, calls: Sequence[Calls]) -> tuple[Asked | None, list[SuspectRow]]:
-    """Return the request of a capture, and rows of suspects and peers; nothing if nobody requested it."""
+    """Return the request of a capture, and rows of suspects and peers;
+    nothing if nobody requested it.
+    """
     manifest = step.manifest
     trigger = manifest.trigger if manifest is not None else Trigger()
     if manifest is None or (trigger.kind == "schedule" and not (trigger.sign or trigger.request)):
@@ -41,13 +53,21 @@ def asked_of(step: Step, calls: Sequence[Calls]) -> tuple[Asked | None, list[Sus
     last, waited_s = "", 0.0
     if trigger.stage or trigger.sign in ("slow_step", "leader"):
         is_of_all = bool(trigger.sign) and not trigger.suspects
-        last, waited_s = last_to(trigger.stage, step, calls, _OF_A_STAGE_OF_ALL if is_of_all else _SMALL)
-    fields = {**msgspec.structs.asdict(trigger), "peers": peers, "only": _recorded_stages(trigger, step)}
+        last, waited_s = last_to(
+            trigger.stage, step, calls, _OF_A_STAGE_OF_ALL if is_of_all else _SMALL
+        )
+    fields = {
+        **msgspec.structs.asdict(trigger),
+        "peers": peers,
+        "only": _recorded_stages(trigger, step),
+    }
     return Asked(**fields, when=local_time(manifest.begin_ns), last=last, waited_s=waited_s), rows
 
 
 def _compared(trigger: Trigger, step: Step) -> tuple[list[str], list[SuspectRow]]:
-    """Return the names of the peers, and the rows of the suspects; other captured workers may be peers."""
+    """Return the names of the peers, and the rows of the suspects;
+    other captured workers may be peers.
+    """
     suspects = list(_named(trigger.suspects[:_MOST_SUSPECTS], step))
     roles, suspected = {one.role for one in suspects}, {one.worker for one in suspects}
     others = [w.name for w in step.workers if w.identity.role in roles and w.name not in suspected]
@@ -62,8 +82,12 @@ def _compared(trigger: Trigger, step: Step) -> tuple[list[str], list[SuspectRow]
 
 def _recorded_stages(trigger: Trigger, step: Step) -> list[str]:
     """Return the stages of a capture that is limited to a stage; empty for other captures."""
-    recorded = {artifact.stage for worker in step.workers for artifact in worker.artifacts if artifact.stage}
-    return [trigger.stage, *sorted(recorded - {trigger.stage})] if trigger.stage and recorded else []
+    recorded = {
+        artifact.stage for worker in step.workers for artifact in worker.artifacts if artifact.stage
+    }
+    return (
+        [trigger.stage, *sorted(recorded - {trigger.stage})] if trigger.stage and recorded else []
+    )
 
 
 def _named(names: Sequence[str], step: Step) -> Iterator[_Process]:
@@ -89,7 +113,8 @@ class _Process:
         step: The step.
         ended: The process's stages that ended in the capture.
         outermost: Names of the process's outermost stages.
-        recorded: Whether a number can be compared. A process without stages and operators has memory alone.
+        recorded: Whether a number can be compared. A process without stages and operators has
+            memory alone.
     """
 
     def __init__(self, name: str, worker: str, step: Step) -> None:
@@ -99,7 +124,9 @@ class _Process:
         self.lanes: list[Lane] = [lane for lane in named or of_worker if not lane.is_unknown]
         self._results = [result for result in step.workers if result.name == worker]
         self.role = self._results[0].identity.role if self._results else worker
-        stages = [span for one in self._results for span in one.stages] if self._results else step.stages
+        stages = (
+            [span for one in self._results for span in one.stages] if self._results else step.stages
+        )
         self.outermost = dict.fromkeys(span.name for span in stages if span.depth == 0)
         self.ended = [span for span in stages if not step.cut_off(span)]
         artifacts = [artifact for result in self._results for artifact in result.artifacts]
@@ -110,7 +137,8 @@ class _Process:
         return any(span.name == stage for span in self.ended)
 
     def window(self, stage: str) -> Spans:
-        """Return the time in a stage without starts and stops of tools; without a name, that of the step.
+        """Return the time in a stage without starts and stops of tools; without a name, that of the
+        step.
 
         If the process never ran the stage, the time is that of the loop's stage.
         """
@@ -118,19 +146,27 @@ class _Process:
         own = time_of(self.ended, stage)
         if not len(own):
             own = step.during(stage) if stage else step.whole
-        return subtract(own, time_of(span for result in self._results for span in result.tool_spans))
+        return subtract(
+            own, time_of(span for result in self._results for span in result.tool_spans)
+        )
 
     def worked_s(self, stage: str) -> float | None:
-        """Return the time in a stage without waits, or the busy time meanwhile without the stage (s)."""
+        """Return the time in a stage without waits,
+        or the busy time meanwhile without the stage (s).
+        """
         window = self.window(stage)
         if self.ran(stage):
             waits = [lane.waiting for lane in self.lanes] or [EMPTY]
-            return (length(window) - fmean(length(intersection(window, wait)) for wait in waits)) / 1e9
+            return (
+                length(window) - fmean(length(intersection(window, wait)) for wait in waits)
+            ) / 1e9
         busy = [length(intersection(lane.busy, window)) for lane in self.lanes]
         return fmean(busy) / 1e9 if busy else None
 
     def parts_s(self, stage: str) -> dict[str, float]:
-        """Return the parts of the lanes' time in a stage, on average; the sum is the observed time."""
+        """Return the parts of the lanes' time in a stage, on average;
+        the sum is the observed time.
+        """
         totals: Counter[str] = Counter()
         for lane in self.lanes:
             window = intersection(self.window(stage), lane.observed)
@@ -147,7 +183,9 @@ class _Process:
         return {name: ns / len(self.lanes) / 1e9 for name, ns in totals.items()}
 
     def kernels_s(self, stage: str) -> dict[str, float]:
-        """Return the self time by name of the process's kernels that began in a stage, or in the step."""
+        """Return the self time by name of the process's kernels that began in a stage,
+        or in the step.
+        """
         totals: Counter[str] = Counter()
         for lane in self.lanes:
             for (place, name), (_, self_ns) in lane.ops.items():
@@ -155,7 +193,9 @@ class _Process:
         return {name: ns / len(self.lanes) / 1e9 for name, ns in totals.items() if ns}
 
     def requests_s(self) -> dict[str, float]:
-        """Return the medians over an engine's requests: a whole request, and a token of its response."""
+        """Return the medians over an engine's requests: a whole request,
+        and a token of its response.
+        """
         whole = [one for result in self._results for one in result.requests if not one.failed]
         tokens_us = [us for one in whole if (us := per_token_us(one)) is not None]
         times_s = {
@@ -166,7 +206,9 @@ class _Process:
 
     def peaks(self, stage: str) -> dict[str, float]:
         """Return the process's memory peaks, in the slow stage if known, else in any stage."""
-        own = [row for result in self._results for row in measures_of(result) if row.unit == "bytes"]
+        own = [
+            row for result in self._results for row in measures_of(result) if row.unit == "bytes"
+        ]
         peaks: dict[str, float] = {}
         for row in [row for row in own if row.stage == stage] or own:
             peaks[row.name] = max(row.value, peaks.get(row.name, row.value))
@@ -176,10 +218,14 @@ class _Process:
 def _suspect_rows(suspect: _Process, peers: Sequence[_Process], stage: str) -> Iterator[SuspectRow]:
     """Yield each quantity of a suspect with the median of its peers; small times are left out."""
     only = peers[0].name if len(peers) == 1 else ""
-    blank = SuspectRow(suspect=suspect.name, peers=only, kind="stage", name="", value=0.0, peer_value=None)
+    blank = SuspectRow(
+        suspect=suspect.name, peers=only, kind="stage", name="", value=0.0, peer_value=None
+    )
     names = [name for name in dict.fromkeys([stage, *suspect.outermost]) if name] or [""]
     worked = {name: seconds for name in names if (seconds := suspect.worked_s(name)) is not None}
-    of_peers = [{n: one.worked_s(n) for n in names if one.ran(n) == suspect.ran(n)} for one in peers]
+    of_peers = [
+        {n: one.worked_s(n) for n in names if one.ran(n) == suspect.ran(n)} for one in peers
+    ]
     rows = _beside(blank, "stage", worked, of_peers)
     alike = [peer for peer in peers if peer.lanes and peer.ran(stage) == suspect.ran(stage)]
     rows += _beside(blank, "time", suspect.parts_s(stage), [peer.parts_s(stage) for peer in alike])
@@ -190,9 +236,13 @@ def _suspect_rows(suspect: _Process, peers: Sequence[_Process], stage: str) -> I
         rows += [row for row in kernels[:_KERNELS] if row.difference]
     least_s = _SMALL * suspect.step.span_ns / 1e9
     yield from (row for row in rows if max(row.value, row.peer_value or 0.0) >= least_s)
-    yield from _beside(blank, "request", suspect.requests_s(), [peer.requests_s() for peer in peers])
+    yield from _beside(
+        blank, "request", suspect.requests_s(), [peer.requests_s() for peer in peers]
+    )
     memory = msgspec.structs.replace(blank, unit="bytes")
-    yield from _beside(memory, "memory", suspect.peaks(stage), [peer.peaks(stage) for peer in peers])
+    yield from _beside(
+        memory, "memory", suspect.peaks(stage), [peer.peaks(stage) for peer in peers]
+    )
 
 
 def _kernels(processes: Sequence[_Process], stage: str) -> list[dict[str, float]]:
@@ -204,13 +254,24 @@ def _kernels(processes: Sequence[_Process], stage: str) -> list[dict[str, float]
 
 
 def _beside(
-    blank: SuspectRow, kind: str, own: Mapping[str, float], peers: Sequence[Mapping[str, float | None]]
+    blank: SuspectRow,
+    kind: str,
+    own: Mapping[str, float],
+    peers: Sequence[Mapping[str, float | None]],
 ) -> list[SuspectRow]:
-    """Return a row for each number of a suspect, with the median of the peers that have the number."""
+    """Return a row for each number of a suspect,
+    with the median of the peers that have the number.
+    """
     blank = msgspec.structs.replace(blank, kind=kind)
     rows = []
     for name, value in own.items():
         known = [number for of in peers if (number := of.get(name)) is not None]
-        fields = {"name": name or "the step", "value": value, "peer_value": median(known) if known else None}
-        rows.append(msgspec.structs.replace(blank, peers=blank.peers or f"median of {len(known)}", **fields))
+        fields = {
+            "name": name or "the step",
+            "value": value,
+            "peer_value": median(known) if known else None,
+        }
+        rows.append(
+            msgspec.structs.replace(blank, peers=blank.peers or f"median of {len(known)}", **fields)
+        )
     return rows

@@ -1,8 +1,8 @@
 """The list of a report's tables; the columns of each are in :mod:`verl_profiling.report.columns`.
 
-A table has one name everywhere: ``kernels`` is a field of the JSON, a CSV file, a frame and a heading. The
-name of a field ends with its unit (``_us``, ``_s``, ``share``, ``bytes``); any other number has the ``unit``
-of its row, if the row has one.
+A table has one name everywhere: ``kernels`` is a field of the JSON, a CSV file, a frame and a
+heading. The name of a field ends with its unit (``_us``, ``_s``, ``share``, ``bytes``); any other
+number has the ``unit`` of its row, if the row has one.
 """
 
 from __future__ import annotations
@@ -57,14 +57,18 @@ _CAUSE_KEYS = {
 
 
 def stage_class(name: str) -> str:
-    """Return the class of ``page.css`` for the colour of a stage, which depends only on the stage's name."""
+    """Return the class of ``page.css`` for the colour of a stage,
+    which depends only on the stage's name.
+    """
     if name.startswith("("):  # no stage: ``(in no stage)``
         return "rest"
     return f"s{_STAGES.index(name)}" if name in _STAGES else _other(name)
 
 
 def cause_key(cause: str) -> str:
-    """Return the class of ``page.css`` for the colour of a cause, by its name or the part before ``:``."""
+    """Return the class of ``page.css`` for the colour of a cause,
+    by its name or the part before ``:``.
+    """
     return _CAUSE_KEYS.get(cause) or _CAUSE_KEYS.get(cause.partition(":")[0]) or _other(cause)
 
 
@@ -87,7 +91,9 @@ def named(text: str, link: str = "") -> Cell:
 
 
 def without_middle(name: str, most: int = 44) -> str:
-    """Return a name cut to ``most`` characters in the middle, because kernel names differ at both ends."""
+    """Return a name cut to ``most`` characters in the middle,
+    because kernel names differ at both ends.
+    """
     head = most * 2 // 3
     return name if len(name) <= most else f"{name[:head]}…{name[head + 1 - most :]}"
 
@@ -105,8 +111,8 @@ class Table(NamedTuple):
         note: Sentence below the table, or a function that returns the sentence.
         most: Number of rows on the page.
         key: Function that returns the colour key of a row.
-        field: Field of :class:`~verl_profiling.report.model.Rollout` with the rows; empty for a field of
-            the report.
+        field: Field of :class:`~verl_profiling.report.model.Rollout` with the rows; empty for a
+            field of the report.
         shown: Function that returns the shown rows, if they differ from the rows of the data.
     """
 
@@ -131,7 +137,9 @@ class Table(NamedTuple):
 
     def rows(self, report: Report) -> Sequence[Any]:
         """Return the rows of the data (as in the JSON)."""
-        found: Sequence[Any] = getattr(report.rollout if self.field else report, self.field or self.name, ())
+        found: Sequence[Any] = getattr(
+            report.rollout if self.field else report, self.field or self.name, ()
+        )
         return found
 
     def rows_shown(self, report: Report) -> Sequence[Any]:
@@ -144,14 +152,19 @@ class Table(NamedTuple):
 
 
 def cells(rows: Sequence[Any], *, brief: bool = False) -> tuple[list[str], list[list[Cell]]]:
-    """Return headings and cells of some rows, without empty columns; nothing if the rows have only names.
+    """Return headings and cells of some rows, without empty columns; nothing if the rows have only
+    names.
 
     Args:
         rows: The rows.
         brief: Whether to leave out the columns for the page only.
     """
     listed = rows[0].columns.split(", ") if rows else []
-    wanted = [_heading_and_field(column.lstrip("+")) for column in listed if not (brief and column[0] == "+")]
+    wanted = [
+        _heading_and_field(column.lstrip("+"))
+        for column in listed
+        if not (brief and column[0] == "+")
+    ]
     lines = [[cell(field, row) for _, field in wanted] for row in rows]
     kept = [at for at in range(len(wanted)) if any(line[at].value for line in lines)]
     if len(kept) < 2:
@@ -165,7 +178,9 @@ def _heading_and_field(column: str) -> tuple[str, str]:
 
 
 def cell(field: str, row: Any) -> Cell:
-    """Return the cell of a row's field, in the unit of the field; names of nested stages are indented."""
+    """Return the cell of a row's field, in the unit of the field;
+    names of nested stages are indented.
+    """
     value = getattr(row, field)
     unit = getattr(row, "unit", "")
     if value is None or isinstance(value, str):
@@ -196,7 +211,8 @@ _LOST = {cause: f"lost_{cause}_us" for cause in (*CAUSES, OTHER_RANKS)}
 
 
 def fields_of(row: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the columns of files and data frames with their types: the step, then the fields of a row.
+    """Return the columns of files and data frames with their types: the step, then the fields of a
+    row.
 
     ``lost_us`` of a worker becomes one column for each cause, and its traces one text.
     """
@@ -218,7 +234,11 @@ def flat_rows(step: int | None, found: Iterable[msgspec.Struct]) -> Iterator[dic
             if isinstance(value, dict):
                 value = [f"{part} {seconds:.6g}" for part, seconds in value.items()]
             fields[name] = "; ".join(value) if isinstance(value, list) else value
-        yield {"step": step, **fields, **{column: lost[cause] for cause, column in _LOST.items() if lost}}
+        yield {
+            "step": step,
+            **fields,
+            **{column: lost[cause] for cause, column in _LOST.items() if lost},
+        }
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -245,7 +265,9 @@ def _lost(report: Report) -> list[_Part]:
 
 
 def _causes(report: Report) -> list[CauseRow]:
-    """Return the rows of trajectories' time by cause; ``loop lag`` is named with its largest blocker."""
+    """Return the rows of trajectories' time by cause;
+    ``loop lag`` is named with its largest blocker.
+    """
     causes, blocks = (report.rollout.causes, report.rollout.blocks) if report.rollout else ([], [])
     still_s: defaultdict[str, float] = defaultdict(float)
     for block in blocks:
@@ -254,7 +276,9 @@ def _causes(report: Report) -> list[CauseRow]:
     if blocker == UNKNOWN or 2 * still_s[blocker] <= sum(still_s.values()):
         return causes
     lag = f"{LOOP_LAG}: {blocker}"
-    return [msgspec.structs.replace(row, cause=lag) if row.cause == LOOP_LAG else row for row in causes]
+    return [
+        msgspec.structs.replace(row, cause=lag) if row.cause == LOOP_LAG else row for row in causes
+    ]
 
 
 def _helps(report: Report) -> list[HelpRow]:
@@ -268,7 +292,8 @@ def _helps(report: Report) -> list[HelpRow]:
         for one in report.what_would_help
         if one not in others
         and all(
-            row.stage != one.stage or row.difference_us > _LARGE_PART * one.difference_us for row in others
+            row.stage != one.stage or row.difference_us > _LARGE_PART * one.difference_us
+            for row in others
         )
     ]
     return [row for row in report.what_would_help if row in others or row in scaled[:1]]
@@ -305,7 +330,9 @@ _TABLES = (
         most=3,
         shown=_helps,
     ),
-    Table("suspects", "Stage times exclude waits for other ranks; the rest are parts of the stage."),
+    Table(
+        "suspects", "Stage times exclude waits for other ranks; the rest are parts of the stage."
+    ),
     Table("stages", key=lambda row: stage_class(row.name)),
     Table(
         "critical_path",
@@ -333,7 +360,9 @@ _TABLES = (
         most=100,
         field="blocks",
     ),
-    Table("trajectory_groups", "Groups whose members waited most for the last member.", field="groups"),
+    Table(
+        "trajectory_groups", "Groups whose members waited most for the last member.", field="groups"
+    ),
     Table(
         "trajectory_versions",
         "Versions of the weights that generated the training trajectories.",
@@ -341,7 +370,10 @@ _TABLES = (
     ),
     Table("trajectory_statuses", most=100, field="statuses"),
     Table("trajectory_failures", most=100, field="failures"),
-    Table("workers", _on_cpus("CPU traces: busy means that operators or collectives ran on any thread.")),
+    Table(
+        "workers",
+        _on_cpus("CPU traces: busy means that operators or collectives ran on any thread."),
+    ),
     Table(
         "devices",
         "Lanes that share a device count once.",
@@ -356,7 +388,8 @@ _TABLES = (
     Table("counters", "A sample is valid until the next sample; the mean is over time."),
     Table(
         "outside",
-        "Time before and after the step, which no other table contains. In the pauses, the loop waits "
+        "Time before and after the step, which no other table contains. In the pauses, the "
+        "loop waits "
         "for the capture to start and to stop.",
     ),
     Table("costs", "Writing is part of stopping."),

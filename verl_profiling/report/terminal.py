@@ -1,7 +1,7 @@
 """Prints a report and its tables on a terminal of 80 to 100 columns, without colour in a pipe.
 
-Numbers are never wrapped, and long names are shortened with ``…``. At 100 columns, a report has at most 45
-lines, unless everything is requested.
+Numbers are never wrapped, and long names are shortened with ``…``. At 100 columns, a report has at
+most 45 lines, unless everything is requested.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def fitting_console(console: Console) -> Console:
 
 
 def table_of(title: str, headings: Sequence[str], texts: Collection[int] = ()) -> Table:
-    """Return a table; the first column and those in ``texts`` are wrapped text, all others numbers."""
+    """Return a table; the first column and those in ``texts`` are wrapped text,
+    all others numbers.
+    """
     table = Table(
         title=title or None,
         title_justify="left",
@@ -78,12 +80,16 @@ def print_report(report: Report, console: Console, *, everything: bool = False) 
         everything: Print every table and sentence, instead of the first screen only.
     """
     console = fitting_console(console)
-    policy = f", policy version {report.policy_version}" if report.policy_version is not None else ""
+    policy = (
+        f", policy version {report.policy_version}" if report.policy_version is not None else ""
+    )
     console.print(f"[bold]{escape(report.title)}[/bold]{policy}")
     for line in asked_sentences(report.asked):
         console.print(_wrapped(f"[dim]{escape(line)}[/dim]", console))
     if not report.complete:
-        console.print("[yellow]The step ended early; this report covers the recorded part.[/yellow]")
+        console.print(
+            "[yellow]The step ended early; this report covers the recorded part.[/yellow]"
+        )
     for figure in figures(report):
         line = f"{figure.title}: [bold]{figure.value}[/bold], {escape(figure.line)}"
         console.print(_wrapped(line, console))
@@ -101,7 +107,9 @@ def print_report(report: Report, console: Console, *, everything: bool = False) 
     left_out = {"finding": len(report.findings) - _FINDINGS, "note": len(problems) - _PROBLEMS}
     if more := [counted(number, f"more {what}") for what, number in left_out.items() if number > 0]:
         console.print(f"[dim]{' and '.join(more)}: --all[/dim]")
-    console.print("[dim]a lane is a process with its device; all tables: --all, --save, --csv, --json[/dim]")
+    console.print(
+        "[dim]a lane is a process with its device; all tables: --all, --save, --csv, --json[/dim]"
+    )
 
 
 def print_table(
@@ -129,7 +137,11 @@ def print_table(
         return
     heads = ["\n".join(head.rsplit(" ", 1)) if len(head) > 9 else head for head in headings]
     columns = enumerate(zip(*rows, strict=True))
-    texts = {at for at, cells in columns if all(isinstance(c.value, str | bool | list | None) for c in cells)}
+    texts = {
+        at
+        for at, cells in columns
+        if all(isinstance(c.value, str | bool | list | None) for c in cells)
+    }
     table = table_of(title, heads, texts)
     lines = [[visible(cell.text) for cell in row] for row in rows]
     lines = [[first, *map(without_middle, others)] for first, *others in lines]
@@ -156,9 +168,14 @@ def _shorten(heads: Sequence[str], lines: Sequence[list[str]], texts: Sequence[i
 
 
 def _first(report: Report) -> list[str]:
-    """Return the names of the first screen's tables. Which ones depends on suspects and trajectories."""
+    """Return the names of the first screen's tables.
+    Which ones depends on suspects and trajectories.
+    """
     waits = bool(report.rollout and report.rollout.causes)
-    left_out = {"lost" if waits else "trajectory_causes", "stages" if report.suspects else "suspects"}
+    left_out = {
+        "lost" if waits else "trajectory_causes",
+        "stages" if report.suspects else "suspects",
+    }
     return [name for name in _FIRST if name not in left_out]
 
 
@@ -167,7 +184,11 @@ def _print_table(report: Report, name: str, console: Console, *, everything: boo
     found = table.rows_shown(report)
     brief = _MOST_ROWS if everything else _FIRST[name]
     if not everything:
-        found = [row for row in found if not (getattr(row, "depth", 0) or getattr(row, "validate", False))]
+        found = [
+            row
+            for row in found
+            if not (getattr(row, "depth", 0) or getattr(row, "validate", False))
+        ]
     headings, lines = cells(found[:brief], brief=True)
     more = f"{len(found) - brief:,} more: --csv, --json." if len(found) > brief else ""
     note = " ".join(filter(None, (table.note_on(report), more)))

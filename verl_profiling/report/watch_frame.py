@@ -1,4 +1,6 @@
-"""Shows the log of a run's watch: a sentence on the steps, the captures so far, a frame of ``top``."""
+"""Shows the log of a run's watch: a sentence on the steps, the captures so far,
+a frame of ``top``.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ _MANY_UNSTEADY = 3
 _MANY_NOTICED = 3
 _MOST_RATIO = 10
 
-_BY_CHANCE = 3.3  # z of Spearman's correlation with the step; chance exceeds it once in a thousand stages
+# z of Spearman's correlation with the step; chance exceeds it once in a thousand stages
+_BY_CHANCE = 3.3
 _JUMP_BY_CHANCE = 4.3  # as above, of the largest of all jumps
 _LEAST_DRIFT = 0.01  # of the step
 
@@ -48,7 +51,9 @@ IN_NO_STAGE = "(in no stage)"
 STEP = "step"
 
 
-def logged_steps(lines: Iterable[StepSummary], before: Iterable[StepSummary] = ()) -> list[StepSummary]:
+def logged_steps(
+    lines: Iterable[StepSummary], before: Iterable[StepSummary] = ()
+) -> list[StepSummary]:
     """Return the steps of a run, in order.
 
     After a run resumed from an earlier step, repeated steps replace the earlier ones. A line of a
@@ -74,7 +79,9 @@ def watch_sentence(steps: Sequence[StepSummary]) -> str:
     index = slowest(took)
     first = f"step {steps[0].step} with {duration(took[0])}, then " if took[0] > took[index] else ""
     which = (
-        f"{len(steps):,} steps logged, {steps[0].step} to {steps[-1].step}" if steps[1:] else "1 step logged"
+        f"{len(steps):,} steps logged, {steps[0].step} to {steps[-1].step}"
+        if steps[1:]
+        else "1 step logged"
     )
     longest = f"longest {first}step {steps[index].step} with {duration(took[index])}"
     found = excess([step.exposed_s for step in steps], index)
@@ -89,7 +96,9 @@ def seconds_of(step: StepSummary) -> dict[str, float]:
 
 
 def middle(values: Sequence[float]) -> tuple[float, float]:
-    """Return the range of some values without a tenth of them at each end, at least one of five or more."""
+    """Return the range of some values without a tenth of them at each end,
+    at least one of five or more.
+    """
     ordered, cut = sorted(values), min(-(-len(values) // 10), (len(values) - 1) // 4)
     return ordered[cut], ordered[-1 - cut]
 
@@ -106,7 +115,8 @@ class _RunRow(msgspec.Struct, frozen=True):
 
 
 def print_run(steps: Sequence[Mapping[str, float]], which: str, console: Console) -> None:
-    """Print median, spread and change of the step and the longest stages, for a run of several steps.
+    """Print median, spread and change of the step and the longest stages, for a run of several
+    steps.
 
     Args:
         steps: Time of each step, and of its stages, by name (s).
@@ -115,14 +125,26 @@ def print_run(steps: Sequence[Mapping[str, float]], which: str, console: Console
     """
     if len(steps) < 2:
         return
-    series = {name: [step.get(name, 0.0) for step in steps] for name in dict.fromkeys(chain([STEP], *steps))}
+    series = {
+        name: [step.get(name, 0.0) for step in steps]
+        for name in dict.fromkeys(chain([STEP], *steps))
+    }
     least_s = _LEAST_DRIFT * median(series[STEP])
     rows = [
-        _RunRow(name, median(values), *middle(values), _change(values, least_s), sparkline(values, _TREND))
+        _RunRow(
+            name,
+            median(values),
+            *middle(values),
+            _change(values, least_s),
+            sparkline(values, _TREND),
+        )
         for name, values in series.items()
     ]
     shown = sorted(rows, key=lambda row: (row.name != STEP, -row.median_s))[:_MANY_STAGES]
-    note = "from, to: without a tenth of the steps at each end; change: over the run, if beyond chance and 1%"
+    note = (
+        "from, to: without a tenth of the steps at each end; change: over the run, if "
+        "beyond chance and 1%"
+    )
     print_table(console, f"{len(steps):,} {which}", *cells(shown), note)
 
 
@@ -142,7 +164,9 @@ def _change(values: Sequence[float], least: float) -> str:
 
 
 def _jumps_at(values: Sequence[float]) -> int:
-    """Return the index of a jump; 0 if a line fits the values better than two levels, or it may be chance."""
+    """Return the index of a jump; 0 if a line fits the values better than two levels,
+    or it may be chance.
+    """
     near = np.clip(values, *middle(values))  # an outlier is no level
     near -= near.mean()
     many = np.arange(1, len(near))
@@ -159,7 +183,8 @@ class _Head(msgspec.Struct, frozen=True):
 
 
 def captures_so_far(run: Path, most: int) -> tuple[int, dict[str, str]]:
-    """Return the number of a run's step folders, and who requested each of the latest captures, in order.
+    """Return the number of a run's step folders, and who requested each of the latest captures, in
+    order.
 
     Args:
         run: The run's folder.
@@ -184,7 +209,9 @@ def _asked(folder: Path) -> str:
 
 
 def slowest(seconds: Sequence[float]) -> int:
-    """Return the index of the longest step; a first step that is an outlier (warm-up) is ignored."""
+    """Return the index of the longest step; a first step
+    that is an outlier (warm-up) is ignored.
+    """
     warms_up = seconds[0] > axis_top(seconds)
     return max(range(warms_up, len(seconds)), key=lambda index: seconds[index])
 
@@ -198,7 +225,9 @@ def excess(stages: Sequence[Mapping[str, float]], index: int) -> tuple[str, floa
 
 
 class Thresholds(msgspec.Struct, frozen=True):
-    """Thresholds of a run's watch, from its ``watch.trigger`` in ``run.json``; by default, it has none."""
+    """Thresholds of a run's watch, from its ``watch.trigger`` in ``run.json``; by default,
+    it has none.
+    """
 
     slow_stage: float | None = None
     window: int = 0
@@ -240,7 +269,8 @@ def watch_frame(
     footer: str = "",
     thresholds: Thresholds = NO_THRESHOLDS,
 ) -> Constrain:
-    """Return a frame of at most 100 columns, which rich draws without colours on a terminal without colours.
+    """Return a frame of at most 100 columns, which rich draws without colours on a terminal without
+    colours.
 
     Args:
         run: Name of the run's folder.
@@ -259,7 +289,9 @@ def watch_frame(
         _line((run, "bold"), ": ", (pulse.says, "green" if pulse.is_well else "red")),
         *(_drawn(steps, thresholds) if steps else [_line("No step has ended yet.")]),
         Text(),
-        _line((f"{counted(captures, 'capture')}{newest}" if captures else "no capture so far", "bold")),
+        _line(
+            (f"{counted(captures, 'capture')}{newest}" if captures else "no capture so far", "bold")
+        ),
         *(_line(f"  {folder}: {asked}") for folder, asked in latest.items()),
         *_noticed(steps, latest.values()),
         *([_line((footer, "dim"))] if footer else ()),
@@ -268,7 +300,9 @@ def watch_frame(
 
 
 def noticed_in(steps: Iterable[StepSummary]) -> list[tuple[Trigger, str]]:
-    """Return the anomalies that the watch noticed, in order, and why each is not captured, if it waits."""
+    """Return the anomalies that the watch noticed, in order, and why each is not captured,
+    if it waits.
+    """
     anomalies: dict[int | None, tuple[Trigger, str]] = {}
     latest: Trigger | None = None
     for step in steps:
@@ -283,7 +317,9 @@ def _noticed(steps: Sequence[StepSummary], captured: Iterable[str]) -> Iterator[
     texts = " ".join(captured)
     rest = [(anomaly, why) for anomaly, why in noticed_in(steps) if anomaly.reason not in texts]
     for anomaly, why in rest[-_MANY_NOTICED:]:
-        yield _line(f"noticed, {f'not captured ({why})' if why else 'not captured'}: {anomaly.reason}")
+        yield _line(
+            f"noticed, {f'not captured ({why})' if why else 'not captured'}: {anomaly.reason}"
+        )
 
 
 def _drawn(steps: Sequence[StepSummary], thresholds: Thresholds) -> Iterator[Text | Table]:
@@ -292,7 +328,9 @@ def _drawn(steps: Sequence[StepSummary], thresholds: Thresholds) -> Iterator[Tex
     policy = "" if latest.policy_version is None else f", policy version {latest.policy_version}"
     captured = f", captured: {latest.captured}" if latest.captured else ""
     usual = f"median {duration(median(took))} of {counted(len(took), 'step')}"
-    yield _line((f"step {latest.step}", "bold"), f": {duration(took[-1])}, {usual}{policy}{captured}")
+    yield _line(
+        (f"step {latest.step}", "bold"), f": {duration(took[-1])}, {usual}{policy}{captured}"
+    )
     yield _line((sparkline(took, 2 * _TREND), "cyan"))
     yield Text()
     yield _stages(steps)
@@ -302,7 +340,9 @@ def _drawn(steps: Sequence[StepSummary], thresholds: Thresholds) -> Iterator[Tex
     if with_spans := [step for step in steps if step.spans]:
         yield Text()
         yield _spans(with_spans, latest)
-    known = {row.role: row for step in steps for row in step.memory if row.peak_bytes or row.held_bytes}
+    known = {
+        row.role: row for step in steps for row in step.memory if row.peak_bytes or row.held_bytes
+    }
     if known:
         yield Text()
         yield _memory(known.values())
@@ -320,7 +360,11 @@ def _stages(steps: Sequence[StepSummary]) -> Table:
         share = seconds[name] / latest.seconds if latest.seconds else 0.0
         cells = [duration(seconds[name]), f"{share:.1%}", duration(median(values))]
         row = rows.get(name)
-        leads = f"{row.leader} {duration(row.lead_ns / 1e9, signed=True)}" if row and row.lead_ns else ""
+        leads = (
+            f"{row.leader} {duration(row.lead_ns / 1e9, signed=True)}"
+            if row and row.lead_ns
+            else ""
+        )
         cells += [sparkline(values, _TREND), leads]
         table.add_row(*_texts(name or IN_NO_STAGE, *cells), style="dim" if not name else "")
     _add_more(table, len(seconds) - _MANY_STAGES)
@@ -345,7 +389,9 @@ def _spans(steps: Sequence[StepSummary], latest: StepSummary) -> Table:
 
 def _line(*parts: str | tuple[str, str]) -> Text:
     """Return a line that is cut off at the width of the terminal."""
-    shown = [visible(part) if isinstance(part, str) else (visible(part[0]), part[1]) for part in parts]
+    shown = [
+        visible(part) if isinstance(part, str) else (visible(part[0]), part[1]) for part in parts
+    ]
     return Text.assemble(*shown, no_wrap=True, overflow="ellipsis")
 
 
@@ -377,7 +423,9 @@ def _unsteady(steps: Sequence[StepSummary], thresholds: Thresholds) -> str:
             noticed[name or IN_NO_STAGE] = least
     most = nlargest(_MANY_UNSTEADY, noticed, key=lambda name: noticed[name])
     shown = ", ".join(
-        f"{name} {f'{noticed[name]:.1f}' if noticed[name] <= _MOST_RATIO else f'over {_MOST_RATIO}'} times"
+        f"{name} "
+        f"{f'{noticed[name]:.1f}' if noticed[name] <= _MOST_RATIO else f'over {_MOST_RATIO}'} "
+        "times"
         for name in most
     )
     return f"varying stages: within 8 steps, detected only from {shown} the median" if shown else ""
@@ -386,6 +434,8 @@ def _unsteady(steps: Sequence[StepSummary], thresholds: Thresholds) -> str:
 def _memory(rows: Iterable[RoleMemory]) -> Table:
     table = table_of("", ("memory", "processes", "highest peak", "held", "of"), texts=(4,))
     for row in rows:
-        sizes = ["" if size is None else byte_size(size) for size in (row.peak_bytes, row.held_bytes)]
+        sizes = [
+            "" if size is None else byte_size(size) for size in (row.peak_bytes, row.held_bytes)
+        ]
         table.add_row(*_texts(row.role, str(row.processes), *sizes, row.lane))
     return table

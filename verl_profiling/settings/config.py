@@ -35,7 +35,15 @@ from verl_profiling.settings.typed_values import build, field_types, value_of
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.tools import TOOLS, Tool
 
-__all__ = ["Mode", "ProfilingConfig", "RoleConfig", "RoleOverride", "Selection", "Timeouts", "load_tool"]
+__all__ = [
+    "Mode",
+    "ProfilingConfig",
+    "RoleConfig",
+    "RoleOverride",
+    "Selection",
+    "Timeouts",
+    "load_tool",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +56,16 @@ class ProfilingConfig:
         enable: Switches profiling on. If ``false``, nothing is created or imported.
         tool: The tool that records: a name, ``"package.module:Class"``, or a list of these.
         mode: ``e2e``: one artifact per worker per step. ``discrete``: one per worker per stage.
-        save_path: Folder of the run, or a URL (``s3://bucket/run``); step folders are made inside. ``~`` and
-            environment variables are expanded. If another run uses the folder, this run records into
-            ``run_2``, ``run_3``, ... inside it.
-        run_id: Name of the run. A run that is started again with the same name, e.g. from a checkpoint,
-            continues in ``run_2``, ``run_3``, ... ``None``: each start is a run of its own.
-        spmd: Whether every rank runs the loop with its own callback, and all ranks record one capture
-            together. ``None``: yes, if there are several ranks and all workers of the callback are objects of
-            its process. ``False``: this callback records alone. ``True``: yes, even without workers.
+        save_path: Folder of the run, or a URL (``s3://bucket/run``); step folders are made inside.
+            ``~`` and environment variables are expanded. If another run uses the folder, this run
+            records into ``run_2``, ``run_3``, ... inside it.
+        run_id: Name of the run. A run that is started again with the same name, e.g. from a
+            checkpoint, continues in ``run_2``, ``run_3``, ... ``None``: each start is a run of its
+                own.
+        spmd: Whether every rank runs the loop with its own callback, and all ranks record one
+            capture together. ``None``: yes, if there are several ranks and all workers of the
+            callback are objects of its process. ``False``: this callback records alone. ``True``:
+                yes, even without workers.
         strict: Raise errors of tools in the training loop instead of only reporting them.
         schedule: The steps that are captured.
         select: The workers and stages that are captured.
@@ -96,7 +106,8 @@ class ProfilingConfig:
         if self.schedule.steps == () and not self.watch.enable:
             raise ConfigError(
                 "schedule.steps",
-                "is empty, so nothing would be captured; set enable=false instead, or watch.enable=true to "
+                "is empty, so nothing would be captured; set enable=false instead, or "
+                "watch.enable=true to "
                 "capture on request",
             )
         if not self.enable:
@@ -119,8 +130,14 @@ class ProfilingConfig:
 
     @property
     def local_folder(self) -> Path:
-        """The local folder for all files: ``save_path``, or ``remote.staging`` if ``save_path`` is a URL."""
-        return self.remote.staging_folder if self.is_remote else real_folder(Path(self.save_path).absolute())
+        """The local folder for all files: ``save_path``,
+        or ``remote.staging`` if ``save_path`` is a URL.
+        """
+        return (
+            self.remote.staging_folder
+            if self.is_remote
+            else real_folder(Path(self.save_path).absolute())
+        )
 
     def _check_remote(self) -> None:
         try:
@@ -128,19 +145,23 @@ class ProfilingConfig:
         except ToolUnavailableError as error:
             raise ConfigError("save_path", str(error)) from error
         if self.limits.keep_last is not None:
-            raise ConfigError("limits.keep_last", "counts files of a folder, but save_path is a URL")
+            raise ConfigError(
+                "limits.keep_last", "counts files of a folder, but save_path is a URL"
+            )
         for role in ("", *self.roles):
             if (tool := self.for_role(role).launched_tool) is not None:
                 key = f"roles.{role}.tool" if role else "tool"
                 raise ConfigError(
                     key,
-                    f"{tool.name} writes after processes have ended, without uploads: set save_path to a "
+                    f"{tool.name} writes after processes have ended, without uploads: set "
+                    "save_path to a "
                     "folder, and copy the folder after the run",
                 )
 
     @classmethod
     def from_any(cls, config: ProfilingConfig | Mapping[str, Any] | None) -> ProfilingConfig:
-        """Return a configuration from a dict, an OmegaConf ``DictConfig``, or a ``ProfilingConfig``.
+        """Return a configuration from a dict, an OmegaConf ``DictConfig``, or a
+        ``ProfilingConfig``.
 
         Raises:
             ConfigError: A key is unknown, a value has the wrong type, or the settings
@@ -182,11 +203,15 @@ class ProfilingConfig:
         tools = tuple(self._build_tool(name, override, key) for name in names)
         for tool in tools:
             if clash := sorted(tool.conflicts.intersection(names)):
-                raise ConfigError(f"{key}tool", f"{tool.name} cannot record together with {', '.join(clash)}")
+                raise ConfigError(
+                    f"{key}tool", f"{tool.name} cannot record together with {', '.join(clash)}"
+                )
         stages = override.stages if override.stages is not None else select.stages
         return RoleConfig(
             role=role,
-            enable=self.enable and override.enable and (select.roles is None or role in select.roles),
+            enable=self.enable
+            and override.enable
+            and (select.roles is None or role in select.roles),
             tools=tools,
             tool_names=[tool.name for tool in tools],
             mode=override.mode or self.mode,
@@ -215,7 +240,9 @@ class ProfilingConfig:
         """
         found = self.watch.cautions(self.schedule.records_every_step)
         rollout = self.for_role(ROLLOUT_ROLE)
-        stacks = [getattr(tool.options, "stack", None) for tool in rollout.tools if tool.name == "torch"]
+        stacks = [
+            getattr(tool.options, "stack", None) for tool in rollout.tools if tool.name == "torch"
+        ]
         if has_engines and rollout.enable and stacks:
             found += self.rollout.cautions(bool(stacks[0]))
         return found
@@ -225,7 +252,9 @@ class ProfilingConfig:
         return typing.cast("dict[str, Any]", msgspec.to_builtins(self))
 
     def tool_names(self, role: str) -> tuple[str, ...]:
-        """Return the names of a role's tools; for an empty role, the names in the common setting ``tool``."""
+        """Return the names of a role's tools; for an empty role,
+        the names in the common setting ``tool``.
+        """
         return self._names_of(self.roles.get(role, RoleOverride()), f"roles.{role}.")
 
     def _names_of(self, override: RoleOverride, key: str) -> tuple[str, ...]:
@@ -255,7 +284,9 @@ def _expanded(key: str, path: str) -> str:
         raise ConfigError(key, "holds a NUL character" if path else "is empty")
     expanded = os.path.expandvars(os.path.expanduser(path))  # noqa: PTH111 (pathlib has no variables)
     if unknown := re.search(r"\$\w+|\$\{\w+\}|^~", expanded):
-        raise ConfigError(key, f"{unknown[0]} in {path!r} has no value here; set it, or write the full path")
+        raise ConfigError(
+            key, f"{unknown[0]} in {path!r} has no value here; set it, or write the full path"
+        )
     return expanded
 
 
@@ -263,7 +294,8 @@ def load_tool(name: str, key: str = "tool") -> type[Tool]:
     """Return the class of a tool.
 
     Args:
-        name: A name from :data:`verl_profiling.tools.TOOLS`, or ``"package.module:Class"`` for another tool.
+        name: A name from :data:`verl_profiling.tools.TOOLS`, or ``"package.module:Class"`` for
+            another tool.
         key: Configuration key for error messages.
 
     Raises:

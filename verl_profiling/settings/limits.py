@@ -27,14 +27,15 @@ _USUAL_WORKERS_OF_A_HOST = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Disk and memory that captures may take. A size is a number of bytes, or ``2GB`` or ``512MiB``.
+    """Disk and memory that captures may take. A size is a number of bytes, or ``2GB`` or
+    ``512MiB``.
 
     Attributes:
-        min_free_bytes: Minimum free space on a file system. With less free space, a callback or worker
-            records nothing.
+        min_free_bytes: Minimum free space on a file system. With less free space, a callback or
+            worker records nothing.
         keep_last: Number of captures to keep; older captures are removed. ``null``: all.
-        memory_share: Share of the host's available memory for writing recordings, divided by the workers of
-            the host. A recording that needs more ends with its stage or mini-batch.
+        memory_share: Share of the host's available memory for writing recordings, divided by the
+            workers of the host. A recording that needs more ends with its stage or mini-batch.
     """
 
     min_free_bytes: Size = _GB
@@ -42,7 +43,9 @@ class Limits:
     memory_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
 
     def no_room(self, folder: Path) -> str:
-        """Return why an existing or planned folder has too little free space; empty if there is enough."""
+        """Return why an existing or planned folder has too little free space;
+        empty if there is enough.
+        """
         try:
             free = _free_bytes(folder)
         except OSError as error:
@@ -55,12 +58,13 @@ class Limits:
         )
 
     def no_memory(self, needed: int, workers: int) -> str:
-        """Return why a recording must end, as writing it would need too much memory; empty if it need not.
+        """Return why a recording must end, as writing it would need too much memory; empty if it
+        need not.
 
         Args:
             needed: The additional bytes that writing the recording needs.
-            workers: Number of captured workers. This host has the number that its launcher sets, else at most
-                8 of them.
+            workers: Number of captured workers. This host has the number that its launcher sets,
+                else at most 8 of them.
         """
         available = available_bytes()
         if available is None:
@@ -72,12 +76,15 @@ class Limits:
         divided = f", divided by {here} workers," if here > 1 else ""
         return (
             f"writing it takes about {byte_size(needed)} more memory, and "
-            f"limits.memory_share={self.memory_share:g} of the free {byte_size(available)}{divided} is less"
+            f"limits.memory_share={self.memory_share:g} of the free "
+            f"{byte_size(available)}{divided} is less"
         )
 
 
 def _free_bytes(folder: Path) -> int:
-    """Return the free space for a folder, which may not exist yet; a folder that exists costs one call."""
+    """Return the free space for a folder, which may not exist yet;
+    a folder that exists costs one call.
+    """
     try:
         return shutil.disk_usage(folder).free
     except (FileNotFoundError, NotADirectoryError):
@@ -91,8 +98,8 @@ class Timeouts:
     Attributes:
         start_s: Time for a capture to start.
         stop_s: Time for a capture to stop, including the export of the trace.
-        finish_s: Time at the end of the run for workers that missed ``stop_s``, and the same time again for
-            compression in the background.
+        finish_s: Time at the end of the run for workers that missed ``stop_s``, and the same time
+            again for compression in the background.
     """
 
     start_s: Seconds = 60.0
@@ -105,9 +112,10 @@ class RemoteOptions:
     """Uploads, where ``save_path`` is a URL.
 
     Attributes:
-        staging: Folder on each host in which files wait for their upload; ``None``: a folder of the user in
-            the system's temporary folder.
-        retry_s: Seconds for which a failed upload is retried. After that, the file stays in ``staging``.
+        staging: Folder on each host in which files wait for their upload; ``None``: a folder of the
+            user in the system's temporary folder.
+        retry_s: Seconds for which a failed upload is retried. After that, the file stays in
+            ``staging``.
     """
 
     staging: str | None = None
@@ -122,7 +130,9 @@ class RemoteOptions:
     @property
     def staging_folder(self) -> Path:
         """The staging folder on this host."""
-        return Path(self.staging or f"{tempfile.gettempdir()}/verl-profiling-{os.getuid()}").absolute()
+        return Path(
+            self.staging or f"{tempfile.gettempdir()}/verl-profiling-{os.getuid()}"
+        ).absolute()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,16 +141,17 @@ class AfterHook:
 
     Attributes:
         command: Program and arguments; no shell. Environment variables describe the capture:
-            ``VERL_PROFILING_FOLDER``, and likewise ``..._RUN``, ``_STEP``, ``_ROLE``, ``_RANK`` and ``_PID``.
-        when: ``capture``: after each capture. ``last``: once, after the last capture of the schedule, or at
-            the end of training.
-        roles: The roles whose processes run the command. The ``controller`` (the process of the training
-            loop) runs the command after the whole capture is written. A worker runs the command after its own
-            artifacts are written.
-        ranks: Ranks of these roles, written like ``select.ranks``. ``None``: the ranks that record. ``all``:
-            also the ranks that do not record.
-        timeout_s: Seconds after which the command and its child processes are terminated. It also begins if
-            files of the capture are not written in this time.
+            ``VERL_PROFILING_FOLDER``, and likewise ``..._RUN``, ``_STEP``, ``_ROLE``, ``_RANK`` and
+            ``_PID``.
+        when: ``capture``: after each capture. ``last``: once, after the last capture of the
+            schedule, or at the end of training.
+        roles: The roles whose processes run the command. The ``controller`` (the process of the
+            training loop) runs the command after the whole capture is written. A worker runs the
+            command after its own artifacts are written.
+        ranks: Ranks of these roles, written like ``select.ranks``. ``None``: the ranks that record.
+            ``all``: also the ranks that do not record.
+        timeout_s: Seconds after which the command and its child processes are terminated. It also
+            begins if files of the capture are not written in this time.
     """
 
     command: tuple[str, ...] = ()

@@ -23,8 +23,8 @@ _ONE_PER_PP_STAGE = "one_per_pp_stage"
 class Coordinates:
     """Ranks selected by coordinates in the parallel dimensions; ``None`` selects all.
 
-    Coordinates are written like ``ranks``, where -1 is the last one: ``pp: [0, -1]``. For a worker without a
-    dimension, the dimension is ignored.
+    Coordinates are written like ``ranks``, where -1 is the last one: ``pp: [0, -1]``. For a worker
+    without a dimension, the dimension is ignored.
 
     Attributes:
         tp: Tensor-parallel ranks.
@@ -138,9 +138,14 @@ class RoleConfig:
 
 
 def aimed(
-    selection: CaptureSelection, role: str, override: RoleOverride, select: Selection, tools: tuple[str, ...]
+    selection: CaptureSelection,
+    role: str,
+    override: RoleOverride,
+    select: Selection,
+    tools: tuple[str, ...],
 ) -> tuple[RoleOverride, Selection]:
-    """Return a role's settings and the selection of all roles, both with the changes of one capture.
+    """Return a role's settings and the selection of all roles, both with the changes of one
+    capture.
 
     Args:
         selection: Settings of this capture that differ.
@@ -153,7 +158,9 @@ def aimed(
         ConfigError: The selection contradicts itself.
     """
     if selection.stages is not None and selection.mode == "e2e":
-        raise ConfigError("stages", "are recorded separately only in discrete mode, but mode is e2e")
+        raise ConfigError(
+            "stages", "are recorded separately only in discrete mode, but mode is e2e"
+        )
     changes: dict[str, Any] = {}
     if selection.roles is not None:
         changes["enable"] = role in selection.roles
@@ -180,7 +187,8 @@ def aimed(
 
 
 def choose(own: Coordinates, common: Selection, key: str) -> dict[str, Any]:
-    """Return ranks, replicas and coordinates of a role, from its own settings, else from ``select``.
+    """Return ranks, replicas and coordinates of a role, from its own settings, else from
+    ``select``.
 
     Args:
         own: The role's settings.
@@ -193,7 +201,11 @@ def choose(own: Coordinates, common: Selection, key: str) -> dict[str, Any]:
 
     def chosen(name: str) -> tuple[Ranks, str]:
         value = getattr(own, name)
-        return (value, f"{key}{name}") if value is not None else (getattr(common, name), f"select.{name}")
+        return (
+            (value, f"{key}{name}")
+            if value is not None
+            else (getattr(common, name), f"select.{name}")
+        )
 
     coordinates = {
         dimension: indices
@@ -205,4 +217,8 @@ def choose(own: Coordinates, common: Selection, key: str) -> dict[str, Any]:
         ranks = None
         coordinates = {name: frozenset({0}) for name in _DIMENSIONS if name != "pp"} | coordinates
     replicas = parse_ranks(*chosen("replicas"))
-    return {"ranks": parse_ranks(ranks, ranks_key), "replicas": replicas, "coordinates": coordinates}
+    return {
+        "ranks": parse_ranks(ranks, ranks_key),
+        "replicas": replicas,
+        "coordinates": coordinates,
+    }

@@ -14,8 +14,8 @@ _MANY_WITH_STACKS = 100
 class RolloutOptions:
     """The part of a rollout that its engine records.
 
-    An engine iteration is one forward pass of a whole batch. An iteration makes one token for each decoding
-    request, so iterations are not tokens.
+    An engine iteration is one forward pass of a whole batch. An iteration makes one token for each
+    decoding request, so iterations are not tokens.
 
     Attributes:
         start: Engine iterations before the begin of recording (vLLM).
@@ -35,23 +35,30 @@ class RolloutOptions:
     def with_stacks(self) -> RolloutOptions:
         """Return these options with a limit on iterations, for a recording with stacks.
 
-        An idle engine polls with a million Python calls a second. Writing these calls takes far longer than
-        the calls themselves.
+        An idle engine polls with a million Python calls a second. Writing these calls takes far
+        longer than the calls themselves.
         """
         return self if self.count is not None else replace(self, count=_COUNT_WITH_STACKS)
 
     def cautions(self, stacks: bool) -> list[str]:
-        """Return a warning that an unbounded recording may kill its engine; empty for a bounded recording."""
+        """Return a warning that an unbounded recording may kill its engine;
+        empty for a bounded recording.
+        """
         risky = (self.count or 0) > _MANY_WITH_STACKS if stacks else self.count is None
         if self.max_window_s is not None or not risky:
             return []
         return [
-            f"rollout.max_window_s is null, and rollout.count is {self.count or 'null'}: a small model has "
-            "about 450 events an iteration and rank, with stacks 2,700. Each takes 1.4 kB of the engine's "
-            "memory when it stops, and engines were killed by this. Set max_window_s, or a lower count"
+            f"rollout.max_window_s is null, and rollout.count is {self.count or 'null'}: a "
+            "small model has "
+            "about 450 events an iteration and rank, with stacks 2,700. Each takes 1.4 kB of "
+            "the engine's "
+            "memory when it stops, and engines were killed by this. Set max_window_s, or a "
+            "lower count"
         ]
 
     @property
     def bounded(self) -> bool:
-        """Whether recording is limited to a window of iterations, which may be beyond a short rollout."""
+        """Whether recording is limited to a window of iterations,
+        which may be beyond a short rollout.
+        """
         return bool(self.start or self.count is not None)

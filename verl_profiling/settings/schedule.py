@@ -48,7 +48,8 @@ class Schedule:
     With nothing set, every step from 1 on is captured.
 
     Attributes:
-        steps: Steps to capture; may be empty with ``watch.enable``. Excludes ``every`` and the cycle fields.
+        steps: Steps to capture; may be empty with ``watch.enable``. Excludes ``every`` and the
+            cycle fields.
         every: Captures the steps divisible by this number, 0 included. Excludes the cycle fields.
         skip_first: Steps before the first cycle, from step 1 on.
         wait: Steps of a cycle that are not profiled.
@@ -139,11 +140,13 @@ class Schedule:
         return StepRange(first, last, action)
 
 
-def planned_captures(schedule: Schedule, steps: int | None) -> tuple[list[tuple[int, int]], list[int], bool]:
+def planned_captures(
+    schedule: Schedule, steps: int | None
+) -> tuple[list[tuple[int, int]], list[int], bool]:
     """Return the captures, the warm-up steps, and whether more captures follow.
 
-    A capture is a pair of its first and its last step. For a run of unknown length, the first captures are
-    returned.
+    A capture is a pair of its first and its last step. For a run of unknown length, the first
+    captures are returned.
 
     Args:
         schedule: The schedule.
@@ -154,7 +157,9 @@ def planned_captures(schedule: Schedule, steps: int | None) -> tuple[list[tuple[
     last = schedule.last_step(steps)
     most = MOST_CAPTURES if last is None else _FAR
     first = schedule.every or 1 + schedule.skip_first
-    listed = count(first, schedule.every or 1) if schedule.steps is None else sorted(set(schedule.steps))
+    listed = (
+        count(first, schedule.every or 1) if schedule.steps is None else sorted(set(schedule.steps))
+    )
     for step in islice(listed, _FAR):
         if last is not None and step > last:
             return captures, warm_ups, False

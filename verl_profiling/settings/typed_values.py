@@ -39,14 +39,17 @@ def build(cls: type[T], values: Any, key: str) -> T:
     """Return a dataclass made from a mapping or a ``DictConfig``.
 
     Raises:
-        ConfigError: A key is unknown, or a value is wrong; the dotted name of the key begins with ``key``.
+        ConfigError: A key is unknown, or a value is wrong; the dotted name of the key begins with
+            ``key``.
     """
     kinds = field_types(typing.cast("Any", cls))
     if isinstance(values, cls):
         values = {name: getattr(values, name) for name in kinds}
     values = _plain(values, key)
     if not isinstance(values, Mapping):
-        raise ConfigError(key, f"must be a mapping, is {type(values).__name__}; its keys: {', '.join(kinds)}")
+        raise ConfigError(
+            key, f"must be a mapping, is {type(values).__name__}; its keys: {', '.join(kinds)}"
+        )
     prefix, arguments = f"{key}." if key else "", {}
     for name, value in values.items():
         if name not in kinds:
@@ -74,10 +77,14 @@ def value_of(kind: Any, value: Any, key: str) -> Any:
         if dataclasses.is_dataclass(option) and isinstance(option, type):
             return build(option, value, key)
         if option is Size:
-            return value_of(NotNegative, _size(value, key) if isinstance(value, str) else value, key)
+            return value_of(
+                NotNegative, _size(value, key) if isinstance(value, str) else value, key
+            )
         if typing.get_origin(option) is dict and isinstance(value, Mapping):
             item = typing.get_args(option)[1]
-            return {str(name): value_of(item, entry, f"{key}.{name}") for name, entry in value.items()}
+            return {
+                str(name): value_of(item, entry, f"{key}.{name}") for name, entry in value.items()
+            }
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -85,7 +92,9 @@ def value_of(kind: Any, value: Any, key: str) -> Any:
 
 
 def _plain(value: Any, key: str) -> Any:
-    """Return plain values for containers of OmegaConf, for ranges, and for numbers and arrays of NumPy."""
+    """Return plain values for containers of OmegaConf, for ranges,
+    and for numbers and arrays of NumPy.
+    """
     module = type(value).__module__.partition(".")[0]
     if module == "omegaconf":
         from omegaconf import OmegaConf
@@ -130,6 +139,8 @@ def _problem(error: str, value: Any, options: tuple[Any, ...]) -> str:
 def _size(text: str, key: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ConfigError(key, f"{text!r} is not a size; write a number of bytes, or e.g. 2GB or 512MiB")
+        raise ConfigError(
+            key, f"{text!r} is not a size; write a number of bytes, or e.g. 2GB or 512MiB"
+        )
     number, unit, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(unit.lower() or " "))

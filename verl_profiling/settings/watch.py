@@ -19,15 +19,17 @@ class Anomaly:
     """Thresholds from which the watch requests a capture. ``None`` switches a threshold off.
 
     Attributes:
-        slow_step: Approximate ratio of a slow step's duration to the median of the window; ``null``: off.
+        slow_step: Approximate ratio of a slow step's duration to the median of the window;
+            ``null``: off.
         slow_stage: Approximate ratio of a slow stage's exposed time to its median; ``null``: off.
         slow_span: Approximate ratio of a span's mean time per call to its median; ``null``: off.
-        leader: Share of the step by which one process is slower than the others in a stage, in most of five
-            steps; ``null``: off.
-        memory: Share by which a process's memory grows over the window, with growth at every reading;
-            ``null``: off.
+        leader: Share of the step by which one process is slower than the others in a stage, in most
+            of five steps; ``null``: off.
+        memory: Share by which a process's memory grows over the window, with growth at every
+            reading; ``null``: off.
         window: Number of earlier steps to compare a step with; may exceed ``watch.steps``.
-        cooldown: Number of steps after a capture of the watch without further requests of the watch.
+        cooldown: Number of steps after a capture of the watch without further requests of the
+            watch.
         max_captures: Maximum number of captures that the watch requests in a run.
     """
 
@@ -48,13 +50,14 @@ class WatchOptions:
     Attributes:
         enable: Switches the watch on.
         steps: Number of steps whose summaries are kept.
-        every: Number of steps between readings of the workers; fewer if steps are long. Workers are also read
-            after every capture; with 0, only then.
+        every: Number of steps between readings of the workers; fewer if steps are long. Workers are
+            also read after every capture; with 0, only then.
         trigger: Thresholds from which the watch requests a capture; ``null``: no requests.
-        hang_s: Minimum time without any progress after which a step hangs; longer in stages that usually take
-            more than a third of it.
+        hang_s: Minimum time without any progress after which a step hangs; longer in stages that
+            usually take more than a third of it.
         first_hang_s: The same for stages whose usual duration is not known yet.
-        sinks: Receivers of each step's numbers besides ``watch.jsonl``; add your own to ``watch.listeners``.
+        sinks: Receivers of each step's numbers besides ``watch.jsonl``; add your own to
+            ``watch.listeners``.
     """
 
     enable: bool = False
@@ -75,8 +78,10 @@ class WatchOptions:
             return ["watch.trigger and watch.sinks have no effect without watch.enable=true"]
         if self.trigger is not None and records_every_step:
             return [
-                "watch.trigger: never requests a capture, as the schedule captures every step, and the watch "
-                "does not judge captured steps; set schedule.steps=[] to capture only on request, or "
+                "watch.trigger: never requests a capture, as the schedule captures every "
+                "step, and the watch "
+                "does not judge captured steps; set schedule.steps=[] to capture only on "
+                "request, or "
                 "schedule.every"
             ]
         return []

@@ -1,7 +1,8 @@
-"""The table of the categories of trace events, for all accelerators; the documentation prints the table.
+"""The table of the categories of trace events, for all accelerators; the documentation prints the
+table.
 
-Any other category is unknown. Device events of unknown category are shown as unrecognised work of the device
-(see :mod:`~verl_profiling.report.kinds`).
+Any other category is unknown. Device events of unknown category are shown as unrecognised work of
+the device (see :mod:`~verl_profiling.report.kinds`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Literal, NamedTuple
 
 from verl_profiling.timeline.trace import Event
 
-Meaning = Literal["kernel", "copy", "on device, no work", "host", "collective on the host", "no work"]
+Meaning = Literal[
+    "kernel", "copy", "on device, no work", "host", "collective on the host", "no work"
+]
 
 
 class Category(NamedTuple):
@@ -46,12 +49,18 @@ CATEGORIES = (
     Category(("cpu_op",), "every torch", "host"),
     Category(("hpu_op",), "HPU", "host"),  # HabanaAI/gaudi-pytorch-bridge
     # MLU: Cambricon/torch_mlu, third_party/kineto_mlu/libkineto/src/ActivityType.cpp
-    Category(("*_memcpy", "*_memset"), "CUDA, ROCm, XPU, PrivateUse1, any other vendor, as MLU", "copy"),
     Category(
-        ("*_runtime", "*_driver"), "CUDA, ROCm, XPU, MTIA, PrivateUse1, any other vendor, as MLU", "host"
+        ("*_memcpy", "*_memset"), "CUDA, ROCm, XPU, PrivateUse1, any other vendor, as MLU", "copy"
     ),
     Category(
-        ("*_user_annotation", "*_sync", "*_profiler_range"), "any other vendor, as MLU", "on device, no work"
+        ("*_runtime", "*_driver"),
+        "CUDA, ROCm, XPU, MTIA, PrivateUse1, any other vendor, as MLU",
+        "host",
+    ),
+    Category(
+        ("*_user_annotation", "*_sync", "*_profiler_range"),
+        "any other vendor, as MLU",
+        "on device, no work",
     ),
     Category(("collective_comm",), "XPU", "collective on the host"),
     Category(
@@ -77,13 +86,17 @@ _LAUNCHES = ("ac2g", "async")  # arrows from a call on the host to its kernel
 def meaning_of(category: str) -> Meaning | None:
     """Return the kind of a category's events; ``None`` if the category is unknown."""
     of_any = (
-        meaning for name, meaning in _MEANINGS.items() if name[0] == "*" and category.endswith(name[1:])
+        meaning
+        for name, meaning in _MEANINGS.items()
+        if name[0] == "*" and category.endswith(name[1:])
     )
     return _MEANINGS.get(category) or next(of_any, None)
 
 
 def is_on_device(event: Event) -> bool:
-    """Return whether an event belongs to a device: a device event, or the head of a launch arrow."""
+    """Return whether an event belongs to a device: a device event,
+    or the head of a launch arrow.
+    """
     if event.ph == "f" and event.cat in _LAUNCHES:
         return True
     return meaning_of(event.cat) in ("kernel", "copy", "on device, no work")

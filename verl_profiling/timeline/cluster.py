@@ -1,4 +1,5 @@
-"""Runs functions that read one file: in this process, in several processes, or as tasks of a Ray cluster.
+"""Runs functions that read one file: in this process, in several processes, or as tasks of a Ray
+cluster.
 
 A task runs on the host that has the file, and only its result travels.
 """
@@ -44,7 +45,9 @@ def results(
     elif min(jobs, len(calls)) < 2 or sum(sizes) < _SPAWN_BYTES:
         yield from (_result(call) for call, _ in calls)
     else:
-        with ProcessPoolExecutor(min(jobs, len(calls)), mp_context=get_context(_start_method())) as pool:
+        with ProcessPoolExecutor(
+            min(jobs, len(calls)), mp_context=get_context(_start_method())
+        ) as pool:
             yield from pool.map(_result, [call for call, _ in calls])
 
 
@@ -58,8 +61,8 @@ def _result(call: Callable[[], T]) -> T | TraceFormatError:
 def _start_method() -> Literal["fork", "spawn"]:
     """Return the start method for processes: ``fork``, or ``spawn`` if this process has threads.
 
-    Forked processes start faster, because they import nothing. But they copy locks that threads hold, without
-    threads to release them.
+    Forked processes start faster, because they import nothing. But they copy locks that threads
+    hold, without threads to release them.
     """
     try:
         return "fork" if len(list(_THREADS.iterdir())) == 1 else "spawn"
@@ -90,7 +93,9 @@ def _of_tasks(
     waiting, tasks = iter(calls), deque[Any]()  # a task is freed once its result is here
     try:
         for call, (file, *_) in calls:
-            tasks += [started(*one) for one in islice(waiting, _TASKS_PER_NODE * len(nodes) - len(tasks))]
+            tasks += [
+                started(*one) for one in islice(waiting, _TASKS_PER_NODE * len(nodes) - len(tasks))
+            ]
             found, why = None, "no node of the Ray cluster has this host name"
             if tasks[0] is not None:
                 try:
@@ -109,7 +114,8 @@ def _of_tasks(
 def _result_there(
     call: Callable[[], T], stamps: Mapping[Path, tuple[int, int] | None]
 ) -> T | TraceFormatError | None:
-    """Return the result of a call; ``None`` if this host does not see the files of the calling host.
+    """Return the result of a call; ``None`` if this host does not see the files of the calling
+    host.
 
     The host may have another file at a path, e.g. of an older run; size and time tell them apart.
     """
@@ -118,7 +124,9 @@ def _result_there(
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return size (bytes) and time of the last change (ns) of a file; ``None`` if there is no such file."""
+    """Return size (bytes) and time of the last change (ns) of a file;
+    ``None`` if there is no such file.
+    """
     try:
         status = path.stat()
     except OSError:
@@ -138,7 +146,9 @@ def _connected(address: str) -> Any:
         if not ray.is_initialized():
             host, _, port = address.rpartition(":")
             if port.isdecimal():  # ray.init waits for minutes, and then exits
-                socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), _CONNECT_S).close()
+                socket.create_connection(
+                    (host.rpartition("/")[2].strip("[]"), int(port)), _CONNECT_S
+                ).close()
             ray.init(address, log_to_driver=False, configure_logging=False)
     except ImportError as error:
         raise ToolUnavailableError(

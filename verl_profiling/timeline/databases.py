@@ -1,9 +1,9 @@
 """Reads databases of Nsight Systems and of torch_npu as Chrome traces.
 
 Both omit empty tables, and older versions lack columns. Schemas:
-https://docs.nvidia.com/nsight-systems/UserGuide/index.html ("SQLite Schema Reference"), and the names of
-tables in https://gitee.com/ascend/mstt. An NPU's events have the form of ``trace_view.json``, so one set of
-rules classifies both.
+https://docs.nvidia.com/nsight-systems/UserGuide/index.html ("SQLite Schema Reference"), and the
+names of tables in https://gitee.com/ascend/mstt. An NPU's events have the form of
+``trace_view.json``, so one set of rules classifies both.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def trace_of_database(path: Path, metadata: Mapping[str, Any]) -> Iterator[bytes
     connection.text_factory = lambda text: text.decode("utf-8", "replace")
     try:
         database = _Database(connection)
-        header, events = _of_npu(database) if "STRING_IDS" in database.tables else _of_nsys(database)
+        header, events = (
+            _of_npu(database) if "STRING_IDS" in database.tables else _of_nsys(database)
+        )
         header["verl_profiling"] = {**metadata, **header["verl_profiling"]}
         yield msgspec.json.encode({**header, "traceEvents": []})[:-2]
         separator = b""
@@ -56,7 +58,12 @@ def trace_of_database(path: Path, metadata: Mapping[str, Any]) -> Iterator[bytes
             yield separator + msgspec.json.encode(event)
             separator = b","
         yield b"]}"
-    except (sqlite3.Error, TypeError, OverflowError, UnicodeDecodeError) as error:  # it does not check types
+    except (
+        sqlite3.Error,
+        TypeError,
+        OverflowError,
+        UnicodeDecodeError,
+    ) as error:  # it does not check types
         raise TraceFormatError(path, f"{NO_DATABASE} ({error})") from error
     finally:
         connection.close()
@@ -90,7 +97,9 @@ def _named(pid: object, name: str, label: str) -> Iterator[_Json]:
 
 
 class _Table(NamedTuple):
-    """A table of Nsight Systems: the category of its events, their name in SQL, and the rows that count."""
+    """A table of Nsight Systems: the category of its events, their name in SQL,
+    and the rows that count.
+    """
 
     category: str
     title: str
@@ -98,14 +107,17 @@ class _Table(NamedTuple):
 
 
 _COPY = (
-    "CASE copyKind WHEN 1 THEN 'HtoD' WHEN 2 THEN 'DtoH' WHEN 8 THEN 'DtoD' WHEN 10 THEN 'PtoP' ELSE copyKind"
+    "CASE copyKind WHEN 1 THEN 'HtoD' WHEN 2 THEN 'DtoH' WHEN 8 THEN 'DtoD' WHEN 10 THEN "
+    "'PtoP' ELSE copyKind"
 )
 _PUSH_POP, _START_END = 59, 60
 WHOLE_GRAPH = "CUDA graph "
 """Begin of the name of an event for all kernels of a graph launch, which may be collectives."""
 _STRING = "(SELECT value FROM StringIds WHERE id = {})"
 _DEVICE_TABLES = {
-    "CUPTI_ACTIVITY_KIND_KERNEL": _Table("kernel", f"COALESCE({_STRING.format('demangledName')}, 'kernel')"),
+    "CUPTI_ACTIVITY_KIND_KERNEL": _Table(
+        "kernel", f"COALESCE({_STRING.format('demangledName')}, 'kernel')"
+    ),
     # One row per launch, instead of its kernels, where --cuda-graph-trace is "graph".
     "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": _Table("kernel", f"'{WHOLE_GRAPH}' || graphId"),
     "CUPTI_ACTIVITY_KIND_MEMCPY": _Table("gpu_memcpy", f"'Memcpy ' || {_COPY} END"),
@@ -124,10 +136,18 @@ _TABLES = {
 }
 """The tables of Nsight Systems that are read."""
 
-_COLUMNS = ("deviceId", "streamId", "correlationId", "bytes", "globalPid", "globalTid")  # any may be absent
+_COLUMNS = (
+    "deviceId",
+    "streamId",
+    "correlationId",
+    "bytes",
+    "globalPid",
+    "globalTid",
+)  # any may be absent
 _TIMED = "start IS NOT NULL AND end IS NOT NULL"
 _OPERATOR = re.compile(r"(.+?), (?:seq|op_id) = ")  # torch.autograd.profiler.emit_nvtx
-_FIRST_SHARED = 1_000  # above the numbers of devices, below those of Linux processes in a timeline's lane
+# above the numbers of devices, below those of Linux processes in a timeline's lane
+_FIRST_SHARED = 1_000
 
 _Devices = dict[tuple[int, int], int]
 """Process id in the trace, by process and device."""
@@ -145,22 +165,30 @@ def _of_nsys(database: _Database) -> tuple[_Json, Iterator[_Json]]:
     if len(parts) > 1:
         about["processes"] = list(parts.values())
     read = [table for table in _TABLES if table in database.tables]
-    shared = (_named(pid, "", f"GPU {device}") for (_, device), pid in devices.items() if pid != device)
+    shared = (
+        _named(pid, "", f"GPU {device}") for (_, device), pid in devices.items() if pid != device
+    )
     events = chain(*shared, *(_nsys_events(database, table, devices) for table in read))
     return header, events
 
 
 def _process_of(number: int) -> int:
-    """Return the process id in an id of Nsight Systems: 24 bits, before the 24 bits of the thread."""
+    """Return the process id in an id of Nsight Systems: 24 bits,
+    before the 24 bits of the thread.
+    """
     return number >> 24 & 0xFFFFFF
 
 
 def _devices(database: _Database) -> _Devices:
-    """Return ids for the devices of each process; processes that share a device have different ids."""
+    """Return ids for the devices of each process;
+    processes that share a device have different ids.
+    """
     used: set[tuple[int, int]] = set()
     for table in _DEVICE_TABLES:
         if table in database.tables and "globalPid" in database.columns(table):
-            processes = f"SELECT DISTINCT deviceId, globalPid FROM {table} WHERE globalPid IS NOT NULL"
+            processes = (
+                f"SELECT DISTINCT deviceId, globalPid FROM {table} WHERE globalPid IS NOT NULL"
+            )
             used |= {(device, _process_of(number)) for device, number in database.select(processes)}
     pids: _Devices = {}
     for device, process in sorted(used):
@@ -191,7 +219,9 @@ def _nsys_events(database: _Database, name: str, devices: _Devices) -> Iterator[
     table, existing = _TABLES[name], database.columns(name)
     columns = ", ".join(column if column in existing else "NULL" for column in _COLUMNS)
     condition = f"{table.condition} AND {_TIMED}"
-    rows = database.select(f"SELECT {table.title}, start, end, {columns} FROM {name} WHERE {condition}")
+    rows = database.select(
+        f"SELECT {table.title}, start, end, {columns} FROM {name} WHERE {condition}"
+    )
     for title, begin, end, device, stream, correlation, size, process, thread in rows:
         event: _Json = {"ph": "X", "name": str(title), "cat": table.category}
         event |= {"ts": begin / 1000, "dur": (end - begin) / 1000}
@@ -213,7 +243,8 @@ class _NpuTable(NamedTuple):
 
     Attributes:
         tables: The tables that are read.
-        process: Process of the events, as in ``trace_view.json``; empty for that of the host thread.
+        process: Process of the events, as in ``trace_view.json``; empty for that of the host
+            thread.
         name: Column with the id of the name.
         kind: Category, or for a process of its own the task type, in SQL.
         thread: Column with the thread or stream.
@@ -247,12 +278,18 @@ _NPU_TABLES = (
         _COMPUTING,
     ),
     _NpuTable(("TASK",), _HARDWARE, "taskType", _TYPE, "streamId", _COPYING),
-    _NpuTable(("COMMUNICATION_OP",), _COLLECTIVES, "opName", "''", "groupName", "FROM COMMUNICATION_OP"),
+    _NpuTable(
+        ("COMMUNICATION_OP",), _COLLECTIVES, "opName", "''", "groupName", "FROM COMMUNICATION_OP"
+    ),
     _NpuTable(("CANN_API",), _CANN, "name", "''", "globalTid", "FROM CANN_API"),
     _NpuTable(("PYTORCH_API",), "", "name", _PYTHON, "globalTid", "FROM PYTORCH_API"),
-    _NpuTable(("MSTX_EVENTS",), "", "message", "'user_annotation'", "globalTid", "FROM MSTX_EVENTS"),
+    _NpuTable(
+        ("MSTX_EVENTS",), "", "message", "'user_annotation'", "globalTid", "FROM MSTX_EVENTS"
+    ),
 )
-"""The queries of a database of torch_npu. Parts of collectives are tasks too, which their events cover."""
+"""The queries of a database of torch_npu. Parts of collectives are tasks too,
+which their events cover.
+"""
 
 
 def _of_npu(database: _Database) -> tuple[_Json, Iterator[_Json]]:

@@ -23,7 +23,15 @@ from verl_profiling.units import local_time
 from verl_profiling.watch_log import has_watch_log
 
 UNWRITTEN = f"holds no {MANIFEST_NAME}: the loop ended before the begin of the capture"
-_TIMES = ("begin_ns", "end_ns", "unix_ns", "arrival_ns", "scheduled_ns", "first_token_ns", "last_token_ns")
+_TIMES = (
+    "begin_ns",
+    "end_ns",
+    "unix_ns",
+    "arrival_ns",
+    "scheduled_ns",
+    "first_token_ns",
+    "last_token_ns",
+)
 _PARTS_WITH_TIMES = ("stages", "pauses", "tool_spans", "requests", "artifacts", "anchors")
 _STEP_FOLDER = re.compile(r"step_\d+(?:\.\d+)?")
 
@@ -32,7 +40,8 @@ def find_steps(path: Path) -> list[StepInputs]:
     """Return the readable steps under ``path``: a step folder, a run folder, or plain traces.
 
     Raises:
-        TraceFormatError: There is nothing to analyse, no manifest can be read, or there are several runs.
+        TraceFormatError: There is nothing to analyse, no manifest can be read, or there are several
+            runs.
     """
     return steps_of([the_run(path)])[0]
 
@@ -76,12 +85,16 @@ def steps_of(
     for step in found:
         step.ray = ray
         if ray is not None:  # tasks have another working directory
-            step.files = [msgspec.structs.replace(one, path=one.path.absolute()) for one in step.files]
+            step.files = [
+                msgspec.structs.replace(one, path=one.path.absolute()) for one in step.files
+            ]
     return found, damaged
 
 
 def is_step(folder: Path) -> bool:
-    """Return whether a folder is a step folder: with a manifest, or a ``step_<n>`` in a run folder."""
+    """Return whether a folder is a step folder: with a manifest,
+    or a ``step_<n>`` in a run folder.
+    """
     if (folder / MANIFEST_NAME).exists():
         return True
     of_a_run = bool(_STEP_FOLDER.fullmatch(folder.name)) and (folder.parent / RUN_NAME).exists()
@@ -102,10 +115,11 @@ def unfinished(manifest: Manifest) -> str:
 
 
 def the_run(path: Path, *, live: bool = False) -> Path:
-    """Return the folder of the only run at or below a path; a path without a run is returned unchanged.
+    """Return the folder of the only run at or below a path; a path without a run is returned
+    unchanged.
 
-    The path of a ``run.json`` selects the run in its folder, without runs in subfolders; the path of a
-    ``manifest.json`` selects its step.
+    The path of a ``run.json`` selects the run in its folder, without runs in subfolders; the path
+    of a ``manifest.json`` selects its step.
 
     Args:
         path: The path.
@@ -147,12 +161,16 @@ def numbered(name: str) -> str:
 
 
 def _runs_below(path: Path) -> Iterator[Path]:
-    """Yield the run folders one or two levels below a path; a running job may remove folders meanwhile."""
+    """Yield the run folders one or two levels below a path;
+    a running job may remove folders meanwhile.
+    """
     for inside, folders, names in os.walk(path):
         depth = len(Path(inside).relative_to(path).parts)
         if depth and RUN_NAME in names:
             yield Path(inside)
-        folders[:] = [] if depth == 2 else [name for name in folders if not _STEP_FOLDER.fullmatch(name)]
+        folders[:] = (
+            [] if depth == 2 else [name for name in folders if not _STEP_FOLDER.fullmatch(name)]
+        )
 
 
 def is_uncaptured(path: Path) -> bool:
@@ -168,26 +186,33 @@ def how_to_capture(run: Path) -> str:
         return f"No step was captured so far; {ask} requests a capture of the next step."
     over = ", and the job has ended" if info is not None else ""
     return (
-        f"No step was captured{over}. schedule.steps lists steps beforehand, watch.trigger captures slow "
+        f"No step was captured{over}. schedule.steps lists steps beforehand, watch.trigger "
+        "captures slow "
         f"steps, and {ask} requests a capture from a running job."
     )
 
 
 def step_folders(run: Path) -> list[Path]:
-    """Return the step folders of a run folder, by step number and then by number of the recording."""
+    """Return the step folders of a run folder,
+    by step number and then by number of the recording.
+    """
     if not run.is_dir():
         return []
-    named = (child for child in run.iterdir() if _STEP_FOLDER.fullmatch(child.name) and child.is_dir())
+    named = (
+        child for child in run.iterdir() if _STEP_FOLDER.fullmatch(child.name) and child.is_dir()
+    )
     return sorted(named, key=lambda folder: numbered(folder.name))
 
 
 def located(directory: Path, artifact: Artifact) -> tuple[Path | None, Any, str]:
     """Return the path of an artifact; for a missing artifact ``None``, with status and reason.
 
-    An artifact that is being compressed has the path of the uncompressed file. An artifact with a path
-    outside of the step folder is ``unreadable``.
+    An artifact that is being compressed has the path of the uncompressed file. An artifact with a
+    path outside of the step folder is ``unreadable``.
     """
-    named = (named_file(directory, path) for path in (artifact.path, artifact.path.removesuffix(".gz")))
+    named = (
+        named_file(directory, path) for path in (artifact.path, artifact.path.removesuffix(".gz"))
+    )
     try:
         path = next(filter(Path.exists, named), None)
     except TraceFormatError as error:
@@ -198,7 +223,9 @@ def located(directory: Path, artifact: Artifact) -> tuple[Path | None, Any, str]
 
 
 def on_other_host(directory: Path, artifact: Artifact, ray: str | None) -> str:
-    """Return ``host:path`` of an artifact that a Ray task has to read on its host; ``""`` for any other."""
+    """Return ``host:path`` of an artifact that a Ray task has to read on its host;
+    ``""`` for any other.
+    """
     where = artifact.where if ray is not None else ""
     return where if where and located(directory, artifact)[:2] == (None, "missing") else ""
 
@@ -257,7 +284,9 @@ def _shifted(worker: CaptureResult, offset_ns: int) -> CaptureResult:
     return msgspec.structs.replace(worker, **parts, pending_since_ns=pending)
 
 
-def _source(manifest: Manifest, worker: CaptureResult, artifact: Artifact, path: Path, where: str) -> Source:
+def _source(
+    manifest: Manifest, worker: CaptureResult, artifact: Artifact, path: Path, where: str
+) -> Source:
     identity = worker.identity
     lane_rank = re.search(r"_rank(\d+)$", artifact.lane)
     offset_ns = manifest.offset_ns(identity)
@@ -280,7 +309,9 @@ def _source(manifest: Manifest, worker: CaptureResult, artifact: Artifact, path:
 
 
 def _files_in(path: Path) -> Iterator[Path]:
-    """Yield the trace or log of an artifact, or the file of each recording in a folder (torch_npu)."""
+    """Yield the trace or log of an artifact, or the file of each recording
+    in a folder (torch_npu).
+    """
     if path.is_dir():
         for found in npu_files(path):
             yield named_file(path, str(found.relative_to(path)))

@@ -1,8 +1,8 @@
 """Writes each trace and each trajectory log as one gzip member of the timeline.
 
-Members are independent of each other, so several processes can write them, and a copy joins them: a gzip file
-is a sequence of members (RFC 1952, section 2.2). Times are on the controller's clock. A trajectory log is
-drawn as a process next to the process of its worker.
+Members are independent of each other, so several processes can write them, and a copy joins them: a
+gzip file is a sequence of members (RFC 1952, section 2.2). Times are on the controller's clock. A
+trajectory log is drawn as a process next to the process of its worker.
 """
 
 from __future__ import annotations
@@ -108,12 +108,16 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def packed(file: BinaryIO) -> igzip.IGzipFile:
-    """Return a file whose content becomes one gzip member of another file, written fast (isal level 1)."""
+    """Return a file whose content becomes one gzip member of another file,
+    written fast (isal level 1).
+    """
     return igzip.IGzipFile(fileobj=file, mode="wb", compresslevel=1, mtime=0)
 
 
 def write_events(events: Iterable[Event], file: igzip.IGzipFile) -> int:
-    """Write events in batches of 4,096, with a comma before each; return their number, without metadata."""
+    """Write events in batches of 4,096, with a comma before each; return their number,
+    without metadata.
+    """
     left, count = iter(events), 0
     while batch := list(islice(left, _BATCH)):
         file.write(b",\n")
@@ -125,19 +129,24 @@ def write_events(events: Iterable[Event], file: igzip.IGzipFile) -> int:
 def write_member(job: MemberJob) -> Member:
     """Write one trace as a gzip member of events, with a comma before each.
 
-    Only a trace with slices that overlap partly is written twice, the second time with further rows.
+    Only a trace with slices that overlap partly is written twice, the second time with further
+    rows.
 
     Raises:
         TraceFormatError: The trace cannot be read at all.
         OSError: The member cannot be written.
     """
-    bytes(_KEPT_BYTES)  # freeing it raises glibc's mmap threshold: freed blocks up to this size are reused
+    bytes(
+        _KEPT_BYTES
+    )  # freeing it raises glibc's mmap threshold: freed blocks up to this size are reused
     overlaps = Overlaps(job.lane_index)
     member = _write_trace(job, overlaps, overlaps.add)
     return _write_trace(job, overlaps, overlaps.move) if overlaps.find() else member
 
 
-def _write_trace(job: MemberJob, overlaps: Overlaps, visit: Callable[[list[Event]], None]) -> Member:
+def _write_trace(
+    job: MemberJob, overlaps: Overlaps, visit: Callable[[list[Event]], None]
+) -> Member:
     """Write one trace; ``visit`` gets all events, and may change their threads."""
     trace = Trace(job.source.file, job.limits, job.source.pids)
     processes = Processes(job.pid, job.source.title, job.lane_index)
@@ -177,10 +186,10 @@ def _utf8(text: bytes) -> bytes:
 def _relocate(events: list[Event], processes: Processes, shift_ns: int, index: int) -> list[Event]:
     """Translate events to the timeline's clock, processes and flow ids; separate the metadata.
 
-    The whole microseconds of ``shift_ns`` are added first, which is exact in doubles. Then the sum is rounded
-    to nanoseconds by adding and subtracting ``_ONES``, because doubles of that size are whole numbers. That
-    takes a third of the time of ``round``. Beyond 26 days after the timeline's begin, times are rounded to
-    even nanoseconds.
+    The whole microseconds of ``shift_ns`` are added first, which is exact in doubles. Then the sum
+    is rounded to nanoseconds by adding and subtracting ``_ONES``, because doubles of that size are
+    whole numbers. That takes a third of the time of ``round``. Beyond 26 days after the timeline's
+    begin, times are rounded to even nanoseconds.
     """
     whole_us, rest_ns = map(float, divmod(shift_ns, 1000))
     first_id = index * ID_STRIDE
@@ -203,8 +212,8 @@ def _relocate(events: list[Event], processes: Processes, shift_ns: int, index: i
 def _hashed_id(index: int, old: int | str) -> int:
     """Return an id in a reserved range for a flow whose own id is large or a string.
 
-    The id is a hash, so no table of the (possibly millions of) flows is needed. In a trace of a million
-    flows, the probability of a collision is 1 in 10,000. A double holds the id exactly.
+    The id is a hash, so no table of the (possibly millions of) flows is needed. In a trace of a
+    million flows, the probability of a collision is 1 in 10,000. A double holds the id exactly.
     """
     digest = blake2b(f"{index} {old!r}".encode(errors="replace"), digest_size=8).digest()
     return _HASHED_IDS | int.from_bytes(digest, "big") >> 12
@@ -232,8 +241,8 @@ def _statuses_in(source: Source) -> LaterStatuses:
 def read_logs(inputs: StepInputs) -> Iterator[tuple[Source, TrajectoryLog | None, list[str]]]:
     """Yield the logs of a step, sorted by lane, with one log in memory at a time.
 
-    Each item has the source, the log from :func:`linked_log` (``None`` if unreadable), and sentences on
-    unreadable or unrecorded parts. Statuses are the latest in any log of the step.
+    Each item has the source, the log from :func:`linked_log` (``None`` if unreadable), and
+    sentences on unreadable or unrecorded parts. Statuses are the latest in any log of the step.
     """
     statuses = statuses_of(inputs)
     calls = [(partial(linked_log, one, inputs.limits, statuses), [one]) for one in inputs.logs]
@@ -247,8 +256,9 @@ def read_logs(inputs: StepInputs) -> Iterator[tuple[Source, TrajectoryLog | None
 def linked_log(source: Source, limits: Limits, statuses: LaterStatuses) -> TrajectoryLog:
     """Read one trajectory log; sort parents before children, and drop links between trajectories.
 
-    A span without a recorded trajectory becomes a span outside trajectories. Unrecorded parents are left out.
-    Spans below the deepest level (``MOST_NESTED``) are children of the span above that level.
+    A span without a recorded trajectory becomes a span outside trajectories. Unrecorded parents are
+    left out. Spans below the deepest level (``MOST_NESTED``) are children of the span above that
+    level.
 
     Raises:
         TraceFormatError: The file is not a trajectory log, or cannot be read.
@@ -285,7 +295,9 @@ def write_log_member(job: MemberJob) -> Member:
     drawn = _Drawn(job, log)
     counters = job.keep.select(list(drawn.counters()), job.base_ns)
     names = name_process(drawn.pid, f"{job.source.title} trajectories")
-    rows = (event for row, name in enumerate(drawn.rows) for event in name_row(drawn.pid, row, name))
+    rows = (
+        event for row, name in enumerate(drawn.rows) for event in name_row(drawn.pid, row, name)
+    )
     events = chain(names, rows, drawn.slices(), drawn.arrows(), counters)
     with whole_file(job.output) as output, packed(output) as file:
         written = write_events(events, file)
@@ -331,11 +343,22 @@ class _Drawn:
                 kind, name, status = "block", shortened(who), ""
             elif isinstance(record, TrajectoryRecord):
                 kind, name, status = "trajectory", _trajectory_name(record), record.status
-                own = {**record.facts, "group": record.group, "sample": record.sample, "status": status}
+                own = {
+                    **record.facts,
+                    "group": record.group,
+                    "sample": record.sample,
+                    "status": status,
+                }
                 own |= {"error": record.error} if record.error else {}
             else:
-                kind, name, status = "span", shortened(record.name), record.status or "failed" * record.failed
-                said = {name: getattr(record, name) for name in ("failed", "open", "status", "request")}
+                kind, name, status = (
+                    "span",
+                    shortened(record.name),
+                    record.status or "failed" * record.failed,
+                )
+                said = {
+                    name: getattr(record, name) for name in ("failed", "open", "status", "request")
+                }
                 own = {**record.facts, **{key: value for key, value in said.items() if value}}
             event = self._draw(row + 1, kind, "", record.begin_ns, record.end_ns, about=own or None)
             event.name, event.cname = name, _BAD.get(status)
@@ -362,7 +385,9 @@ class _Drawn:
         """Yield both ends of the arrows from spans to their requests in the timeline."""
         job, offset_ns = self._job, self._job.source.offset_ns
         spans = {
-            one.id: (one, row) for one, row in self.placed if isinstance(one, SpanRecord) and one.request
+            one.id: (one, row)
+            for one, row in self.placed
+            if isinstance(one, SpanRecord) and one.request
         }
         ends = (
             (number, one.request, one.begin_ns - offset_ns, one.end_ns - offset_ns)
@@ -392,9 +417,9 @@ def lay_out(
 ) -> tuple[list[str], list[tuple[_Record, int]]]:
     """Return the names of the rows, from top to bottom, and the selected records with their rows.
 
-    Blocks of event loops are on top, followed by trajectories, and by spans outside trajectories. Overlapping
-    records get separate rows. A row of trajectories is followed by further rows if spans of one trajectory
-    overlap.
+    Blocks of event loops are on top, followed by trajectories, and by spans outside trajectories.
+    Overlapping records get separate rows. A row of trajectories is followed by further rows if
+    spans of one trajectory overlap.
 
     Args:
         log: The log, from :func:`linked_log`.
@@ -405,14 +430,19 @@ def lay_out(
     for name, owners in _groups(log):
         nested = [_nested(*records, is_wanted=is_wanted) for records in owners]
         parts = [(records, below) for records, below in nested if records]
-        spans = [(min(r.begin_ns for r in records), max(r.end_ns for r in records)) for records, _ in parts]
+        spans = [
+            (min(r.begin_ns for r in records), max(r.end_ns for r in records))
+            for records, _ in parts
+        ]
         packed = packed_rows(spans)
         heights = [0] * (max(packed, default=-1) + 1)
         for row, (_, below) in zip(packed, parts, strict=True):
             heights[row] = max(heights[row], max(below) + 1)
         firsts = list(accumulate(heights, initial=len(names)))
         for row, (records, below) in zip(packed, parts, strict=True):
-            placed += [(record, firsts[row] + place) for record, place in zip(records, below, strict=True)]
+            placed += [
+                (record, firsts[row] + place) for record, place in zip(records, below, strict=True)
+            ]
         for number, height in enumerate(heights):
             named = name if len(heights) == 1 else f"{name} {number}"
             names += [named if part == 1 else f"{named}.{part}" for part in range(1, height + 1)]
@@ -444,7 +474,8 @@ def _groups(log: TrajectoryLog) -> Iterator[tuple[str, list[list[Any]]]]:
 def _nested(
     head: Any, *spans: SpanRecord, is_wanted: Callable[[_Record], bool]
 ) -> tuple[list[Any], list[int]]:
-    """Return a record and its spans, as far as selected, with row numbers below the row of the record.
+    """Return a record and its spans, as far as selected, with row numbers below the row of the
+    record.
 
     A span with an unselected parent counts as a child of the record.
     """

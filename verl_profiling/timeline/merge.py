@@ -87,14 +87,15 @@ def merge(
 
     Args:
         inputs: The step, from :func:`~verl_profiling.timeline.inputs.find_steps`.
-        output: File to write, uncompressed if its name ends with ``.json``; by default ``timeline.json.gz``
-            in the step's folder.
+        output: File to write, uncompressed if its name ends with ``.json``; by default
+            ``timeline.json.gz`` in the step's folder.
         keep: Selection of events; all by default.
         max_bytes: Drop the shortest events until the timeline is no larger than this.
-        jobs: Number of processes. If ``jobs > 1`` and the caller has threads, its main module must be
-            importable, because ``multiprocessing`` then starts processes with ``spawn``.
+        jobs: Number of processes. If ``jobs > 1`` and the caller has threads, its main module must
+            be importable, because ``multiprocessing`` then starts processes with ``spawn``.
         on_progress: Called with each trace once its member is written.
-        critical_path: Function that returns the critical path; after an error, only the path is missing.
+        critical_path: Function that returns the critical path; after an error, only the path is
+            missing.
 
     Raises:
         TraceFormatError: The step has no readable trace.
@@ -112,12 +113,16 @@ def merge(
                 members.append(member)
                 if on_progress:
                     on_progress(job.source)
-            result = _join(scratch / "timeline", inputs, plan, pids, members, base_ns, keep, critical_path)
+            result = _join(
+                scratch / "timeline", inputs, plan, pids, members, base_ns, keep, critical_path
+            )
             if output.suffix == ".json":
                 result = _unpacked(result)
             if max_bytes is None or result.bytes <= max_bytes or keep.min_us >= _LONGEST_US:
                 break
-            fits_us = max(min_us_for_share(result.path, max_bytes / result.bytes), 2 * keep.min_us, 1.0)
+            fits_us = max(
+                min_us_for_share(result.path, max_bytes / result.bytes), 2 * keep.min_us, 1.0
+            )
             keep = msgspec.structs.replace(keep, min_us=min(fits_us, _LONGEST_US))
         move_file(result.path, output)
         return msgspec.structs.replace(result, path=output)
@@ -184,14 +189,18 @@ def _unpacked(result: MergeResult) -> MergeResult:
 
 
 def zero_ns(begin_ns: int) -> int:
-    """Return the unix time (ns) of ``ts == 0`` in the timeline of a step that begins at ``begin_ns``."""
+    """Return the unix time (ns) of ``ts == 0`` in the timeline of a step that begins
+    at ``begin_ns``.
+    """
     return max(begin_ns - _SLACK_NS, 0) // 1_000_000_000 * 1_000_000_000
 
 
 def _plan(
     inputs: StepInputs, scratch: Path, base_ns: int, keep: Keep
 ) -> tuple[list[MemberJob], dict[str, int]]:
-    """Return the members to write, and the first pid on the timeline of each worker and of the controller."""
+    """Return the members to write, and the first pid on the timeline of each worker and
+    of the controller.
+    """
     lanes: dict[str, int] = {}
     pids = {CONTROLLER: LANE_PIDS}
     for source in inputs.files:
@@ -249,7 +258,9 @@ def _write(job: MemberJob) -> Member:
 
 
 def _sent(job: MemberJob) -> tuple[Member, bytes]:
-    """Write a member on a host that does not have the output folder; return the member and its content."""
+    """Write a member on a host that does not have the output folder;
+    return the member and its content.
+    """
     with TemporaryDirectory() as folder:
         path = Path(folder, job.output.name)
         member = _write(msgspec.structs.replace(job, output=path))
@@ -257,7 +268,9 @@ def _sent(job: MemberJob) -> tuple[Member, bytes]:
             return member, file.read()
 
 
-def _opening(inputs: StepInputs, plan: list[MemberJob], pids: dict[str, int], base_ns: int) -> list[Event]:
+def _opening(
+    inputs: StepInputs, plan: list[MemberJob], pids: dict[str, int], base_ns: int
+) -> list[Event]:
     """Return the first events of the timeline: the controller's lanes and the workers' stages."""
     titles = {job.source.worker: job.source.title for job in reversed(plan)}
     events = controller_events(inputs.manifest, pids, base_ns) if inputs.manifest else []
@@ -287,7 +300,11 @@ def stage_windows(inputs: StepInputs, names: Iterable[str]) -> tuple[tuple[int, 
     stages = inputs.manifest.stages if inputs.manifest else []
     for name in names:
         if name not in {stage.name for stage in stages}:
-            known = choices_hint(name, {stage.name for stage in stages}) if stages else "it has no stages"
+            known = (
+                choices_hint(name, {stage.name for stage in stages})
+                if stages
+                else "it has no stages"
+            )
             raise ConfigError("--stage", f"{inputs.title} has no stage {name!r}; {known}")
     wanted = set(names)
     return tuple((stage.begin_ns, stage.end_ns) for stage in stages if stage.name in wanted)
@@ -310,7 +327,9 @@ def select_ranks(inputs: StepInputs, ranks: str) -> StepInputs:
 
 
 def min_us_for_share(path: Path, share: float) -> float:
-    """Return the smallest power of two (us) with which at most a share (0 to 1) of the slices is kept."""
+    """Return the smallest power of two (us) with which at most a share (0 to 1)
+    of the slices is kept.
+    """
     counts = Counter(
         math.frexp(event.dur or 0.0)[1]
         for events in Trace(path).chunks()

@@ -15,7 +15,9 @@ _DATABASES = "ascend_pytorch_profiler*.db"
 
 
 def npu_files(folder: Path) -> Iterator[Path]:
-    """Yield the file to read of each analysed recording in a folder: the trace, else the database."""
+    """Yield the file to read of each analysed recording in a folder: the trace,
+    else the database.
+    """
     yield from sorted(folder.rglob(_TRACE))
     for database in sorted(folder.rglob(_DATABASES)):
         if not database.with_name(_TRACE).exists():
@@ -23,7 +25,9 @@ def npu_files(folder: Path) -> Iterator[Path]:
 
 
 def not_analysed(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield each recording in a folder without a file to read, with the command that analyses it."""
+    """Yield each recording in a folder without a file to read,
+    with the command that analyses it.
+    """
     for path, *_ in sorted(os.walk(folder)):
         if path.endswith(RECORDING_SUFFIX) and next(npu_files(Path(path)), None) is None:
             call = f"from torch_npu.profiler.profiler import analyse; analyse({path!r})"

@@ -1,4 +1,6 @@
-"""Moves reports of Nsight Systems into step folders, and converts exported reports into Chrome traces."""
+"""Moves reports of Nsight Systems into step folders,
+and converts exported reports into Chrome traces.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ import msgspec
 from isal import igzip
 
 from verl_profiling.errors import ToolUnavailableError, TraceFormatError
-from verl_profiling.manifest import MANIFEST_NAME, NOTES_SUFFIX, NSYS_FOLDER, NsysRange, worst_status
+from verl_profiling.manifest import (
+    MANIFEST_NAME,
+    NOTES_SUFFIX,
+    NSYS_FOLDER,
+    NsysRange,
+    worst_status,
+)
 from verl_profiling.opener import move_file, named_file, read_small, remove_file, whole_file
 from verl_profiling.run_files import read_manifest, write_result
 from verl_profiling.timeline.databases import trace_of_database
@@ -27,9 +35,9 @@ class Collected(NamedTuple):
 
     Attributes:
         path: The report (or the trace made from it), relative to the run's folder.
-        status: ``ok``: the report is in its step folder. ``truncated``: the process ended inside the range.
-            ``missing``: there is no report yet. ``damaged``: the list of ranges is damaged, or the report
-            cannot be moved or exported.
+        status: ``ok``: the report is in its step folder. ``truncated``: the process ended inside
+            the range. ``missing``: there is no report yet. ``damaged``: the list of ranges is
+            damaged, or the report cannot be moved or exported.
         reason: Reason for any status but ``ok``.
     """
 
@@ -41,8 +49,8 @@ class Collected(NamedTuple):
 def collect(run: Path, *, export: bool = False) -> list[Collected]:
     """Move finished reports into their step folders under canonical names; repeated calls are safe.
 
-    A report with a ``.sqlite`` file next to it (``nsys export --type sqlite``) is also converted to a
-    trace, which the step's timeline and report include.
+    A report with a ``.sqlite`` file next to it (``nsys export --type sqlite``) is also converted to
+    a trace, which the step's timeline and report include.
 
     Args:
         run: The run's folder, or one of its step folders.
@@ -59,14 +67,18 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
         raise ToolUnavailableError(
             "collect --export: there is no nsys on PATH; install NVIDIA Nsight Systems"
         )
-    root = run if (run / NSYS_FOLDER).is_dir() else run.parent  # several runs may share one save_path
+    root = (
+        run if (run / NSYS_FOLDER).is_dir() else run.parent
+    )  # several runs may share one save_path
     known, collected = read_ranges(named_file(root, NSYS_FOLDER))
     processes = {
         output: [noted for noted in ranges if run in (root, (root / noted.folder).parent)]
         for output, ranges in known.items()
     }
     if not any(processes.values()) and not collected:
-        raise TraceFormatError(run, "holds no file of the nsys tool; did the run record with this tool?")
+        raise TraceFormatError(
+            run, "holds no file of the nsys tool; did the run record with this tool?"
+        )
     for output, ranges in processes.items():
         for noted in ranges:
             report = _finished_report(output, noted.number, len(ranges))
@@ -77,12 +89,15 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
             try:
                 collected += _fetch(root, noted, report, export)
             except TraceFormatError as error:
-                collected.append(Collected(f"{noted.folder}/{noted.artifact}", "damaged", str(error)))
+                collected.append(
+                    Collected(f"{noted.folder}/{noted.artifact}", "damaged", str(error))
+                )
     return collected
 
 
 def read_ranges(folder: Path) -> tuple[dict[Path, list[NsysRange]], list[Collected]]:
-    """Return the ranges of all processes by the stem of their reports' names, and the damaged lines.
+    """Return the ranges of all processes by the stem of their reports' names, and the damaged
+    lines.
 
     A killed process may leave half a line; complete lines are still valid.
     """
@@ -122,11 +137,16 @@ def _is_there(path: Path) -> bool:
 
 def _fetch(run: Path, noted: NsysRange, report: Path | None, export: bool) -> Iterator[Collected]:
     """Move the report of a range into its step folder, and convert an exported report."""
-    folder, target = named_file(run, noted.folder), named_file(run, f"{noted.folder}/{noted.artifact}")
+    folder, target = (
+        named_file(run, noted.folder),
+        named_file(run, f"{noted.folder}/{noted.artifact}"),
+    )
     if not target.name.endswith(REPORT):
         raise TraceFormatError(target, f"is not a name of a report, which ends with {REPORT}")
     if not folder.is_dir():
-        yield Collected(f"{noted.folder}/{noted.artifact}", "missing", "the step folder was removed")
+        yield Collected(
+            f"{noted.folder}/{noted.artifact}", "missing", "the step folder was removed"
+        )
         return
     database = target.with_suffix(".sqlite")
     if report is not None:
@@ -135,7 +155,9 @@ def _fetch(run: Path, noted: NsysRange, report: Path | None, export: bool) -> It
             move_file(exported, database)
         move_file(report, target)
     if not _is_there(target):
-        yield _entered(folder, noted, None, "there is no report of this range yet; has its process ended?")
+        yield _entered(
+            folder, noted, None, "there is no report of this range yet; has its process ended?"
+        )
         return
     reason = "" if noted.end_ns else "the process ended inside this range"
     yield _entered(folder, noted, target, reason)
@@ -157,13 +179,17 @@ def _export(report: Path, database: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         printed = (done.stderr or done.stdout).strip().splitlines()
-        raise TraceFormatError(report, f"nsys export failed: {printed[-1] if printed else done.returncode}")
+        raise TraceFormatError(
+            report, f"nsys export failed: {printed[-1] if printed else done.returncode}"
+        )
 
 
 def _entered(
     folder: Path, noted: NsysRange, file: Path | None, reason: str, events: int | None = None
 ) -> Collected:
-    """Add the artifact of a range, or the converted trace, to the step's manifest, if there is one."""
+    """Add the artifact of a range, or the converted trace, to the step's manifest,
+    if there is one.
+    """
     status: Literal["ok", "truncated"] = "truncated" if reason else "ok"
     workers = read_manifest(folder).workers if (folder / MANIFEST_NAME).exists() else []
     for worker in workers:

@@ -1,7 +1,8 @@
 """Moves the slices of a thread or stream that overlap another one partly to rows of their own.
 
-Perfetto before v57 leaves out a slice that begins inside another one of its row and ends after it. So overlap
-kernels of a stream with programmatic dependent launch, and annotations with the Python frames that open them.
+Perfetto before v57 leaves out a slice that begins inside another one of its row and ends after it.
+So overlap kernels of a stream with programmatic dependent launch, and annotations with the Python
+frames that open them.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ _Row = tuple[int | str | None, int | str | None]  # process, thread
 
 
 class Overlaps:
-    """The slices of one trace, some 60 bytes each, and the rows of those that overlap others partly."""
+    """The slices of one trace, some 60 bytes each,
+    and the rows of those that overlap others partly.
+    """
 
     def __init__(self, lane_index: int) -> None:
-        """Start without slices; ``lane_index`` is the index of the trace among those of its lane."""
+        """Start without slices; ``lane_index`` is the index of the trace among those
+        of its lane.
+        """
         self._numbers: defaultdict[_Row, int] = defaultdict(count().__next__)
         self._rows, self._begins_us, self._took_us = array("i"), array("d"), array("d")
         self._moved: dict[tuple[_Row, int, int], int] = {}  # new thread by row, begin and end (ns)
@@ -65,10 +70,14 @@ class Overlaps:
         numbers = np.array(self._rows, np.int32)
         order = np.lexsort((-ends, begins, numbers))
         for batch in np.array_split(order, len(order) // _BATCH + 1):
-            yield from zip(*(column[batch].tolist() for column in (numbers, begins, ends)), strict=True)
+            yield from zip(
+                *(column[batch].tolist() for column in (numbers, begins, ends)), strict=True
+            )
 
     def move(self, events: list[Event]) -> None:
-        """Change the threads of the slices that move, and of the arrows that begin or end with them."""
+        """Change the threads of the slices that move,
+        and of the arrows that begin or end with them.
+        """
         for event in events:
             row, (begin_ns, end_ns) = (event.pid, event.tid), _times_ns(event)
             if event.ph == "X":
@@ -93,7 +102,8 @@ def _times_ns(event: Event) -> tuple[int, int]:
 
 
 def _level(opened: list[list[int]], begin_ns: int, end_ns: int) -> int:
-    """Return the first level on which a slice is inside the innermost open one, or alone; open it there.
+    """Return the first level on which a slice is inside the innermost open one, or alone; open it
+    there.
 
     The last level takes all slices that fit no other one, also those that overlap there.
     """

@@ -3,10 +3,12 @@
 Sources are the process names in the trace, and the file names of verl
 (``<role>/[prefix_]prof_rank-<r>.json.gz``), vLLM (``rank<r>.<ns>.pt.trace.json.gz``), SGLang
 (``<time>-TP-<r>[-DECODE].trace.json.gz``) and torch_npu
-(``*_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json``, rank in ``*_ascend_pt/profiler_info_<r>.json``).
+(``*_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json``, rank in
+``*_ascend_pt/profiler_info_<r>.json``).
 
-The file name counts before folders, and inner folders before outer ones. A word counts if it is whole:
-``http_8000`` has no ``tp_8000``. A ``rank`` of something else, as in ``lora_rank32``, is no rank.
+The file name counts before folders, and inner folders before outer ones. A word counts if it is
+whole: ``http_8000`` has no ``tp_8000``. A ``rank`` of something else, as in ``lora_rank32``, is no
+rank.
 """
 
 from __future__ import annotations
@@ -37,22 +39,34 @@ from verl_profiling.timeline.recordings import (
     once,
     ranked_by_number,
 )
-from verl_profiling.timeline.step import GRAPH_CAPTURE, TIMELINE_MARK, TIMELINE_NAME, StepInputs, short_label
+from verl_profiling.timeline.step import (
+    GRAPH_CAPTURE,
+    TIMELINE_MARK,
+    TIMELINE_NAME,
+    StepInputs,
+    short_label,
+)
 from verl_profiling.timeline.trace import NO_TRACE, Blocks, Event, Limits, Trace
 
 _HEAD_BYTES = 1 << 14  # process names, if any, are at the beginning
 _MAX_RANK = 1 << 30
 _OTHER_BYTES = 64 << 20
 _MERGED = "is a timeline written by merge; give the original traces"
-_SAME_EVENTS = 8  # times have a resolution of 1 ns: no two recordings begin with as many equal events
+# times have a resolution of 1 ns: no two recordings begin with as many equal events
+_SAME_EVENTS = 8
 
-_OTHER_RANKS = "".join(rf"(?<!{of}[_-])" for of in ("lora", "node", "local", "tp", "pp", "dp", "cp", "ep"))
-_STEP = re.compile(f"{WORD}(?:step|iter(?:ation)?){NUMBER}", re.IGNORECASE)  # torchtitan: iteration_10
+_OTHER_RANKS = "".join(
+    rf"(?<!{of}[_-])" for of in ("lora", "node", "local", "tp", "pp", "dp", "cp", "ep")
+)
+_STEP = re.compile(
+    f"{WORD}(?:step|iter(?:ation)?){NUMBER}", re.IGNORECASE
+)  # torchtitan: iteration_10
 _RANK = re.compile(f"{WORD}{_OTHER_RANKS}rank{NUMBER}", re.IGNORECASE)
 _TENSOR_RANK = re.compile(f"{WORD}(?:tp|local|worker)(?:[_-]?rank)?{NUMBER}", re.IGNORECASE)
 _REPLICA = re.compile(f"{WORD}(?:rollout|replica){NUMBER}", re.IGNORECASE)
 _ROLE = re.compile(
-    f"{WORD}(actor|critic|ref|reward|rm|teacher|value|policy|rollout|controller)(?![a-z])", re.IGNORECASE
+    f"{WORD}(actor|critic|ref|reward|rm|teacher|value|policy|rollout|controller)(?![a-z])",
+    re.IGNORECASE,
 )
 _ENGINE_PROCESS = re.compile(r"VLLM::|sglang::", re.IGNORECASE)
 _MERGED_PID = re.compile(r"^\[[\w-]+\] ")  # of SGLang's ``merge_profiles``: "[TP00-DP01] 4711"
@@ -65,10 +79,11 @@ _NOT_A_TRACE = {"report.json", "run.json", "manifest.json", TIMELINE_NAME}
 
 
 def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceFormatError]]:
-    """Return the traces at or below paths by the step number in their names, and the unreadable traces.
+    """Return the traces at or below paths by the step number in their names, and the unreadable
+    traces.
 
-    If all paths are files, the files are one capture, independent of their names. In folders, timelines
-    written by ``merge`` and files that are no traces are ignored.
+    If all paths are files, the files are one capture, independent of their names. In folders,
+    timelines written by ``merge`` and files that are no traces are ignored.
 
     Raises:
         TraceFormatError: A path is a file other than a trace, or a folder without traces.
@@ -95,14 +110,20 @@ def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceForm
                 unread.append(TraceFormatError(file, error.problem))
             found += 1
         if not found:
-            raise TraceFormatError(path, "holds no manifest.json, no step folders and no trace files")
+            raise TraceFormatError(
+                path, "holds no manifest.json, no step folders and no trace files"
+            )
         damaged += unread
     together = not any(path.is_dir() for path in paths)
-    return list(_steps(directory, _label(paths, directory), list(traces.values()), together)), damaged
+    return list(
+        _steps(directory, _label(paths, directory), list(traces.values()), together)
+    ), damaged
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Yield a file itself, or the traces and databases below a folder, without hidden files and results."""
+    """Yield a file itself, or the traces and databases below a folder,
+    without hidden files and results.
+    """
     if not path.is_dir():
         yield path
         return
@@ -114,7 +135,9 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _is_no_trace(path: Path, problem: str) -> bool:
-    """Return whether an unreadable file in a folder is none of its traces, instead of a damaged one."""
+    """Return whether an unreadable file in a folder is none of its traces,
+    instead of a damaged one.
+    """
     if path.suffix == ".sqlite" and problem.startswith(NO_DATABASE):
         return True
     return problem == _MERGED or (problem == NO_TRACE and _is_other_json(path))
@@ -153,7 +176,9 @@ def _label(paths: Sequence[Path], directory: Path) -> str:
     return short_label("+".join(_TRACE_SUFFIX.sub("", name) for name in sorted(names)))
 
 
-def _steps(directory: Path, label: str, traces: list[PlainTrace], together: bool) -> Iterator[StepInputs]:
+def _steps(
+    directory: Path, label: str, traces: list[PlainTrace], together: bool
+) -> Iterator[StepInputs]:
     steps: dict[int | None, list[PlainTrace]] = {}
     is_one = together and len({number_in(trace.name, _STEP) for trace in traces}) > 1
     for trace in traces:
@@ -173,7 +198,8 @@ def _steps(directory: Path, label: str, traces: list[PlainTrace], together: bool
 
 
 def _described(path: Path, name: str) -> list[PlainTrace]:
-    """Return a trace with its role, rank and replica; a report of several processes is a trace of each.
+    """Return a trace with its role, rank and replica; a report of several processes is a trace of
+    each.
 
     The processes of a report are ranked in the order of their devices.
 
@@ -222,7 +248,9 @@ def _processes(report: PlainTrace, listed: list[Any]) -> Iterator[PlainTrace]:
     try:
         processes = msgspec.convert(listed, list[list[int]])
     except msgspec.ValidationError as error:
-        raise TraceFormatError(report.path, f"lists no processes in its header ({error})") from error
+        raise TraceFormatError(
+            report.path, f"lists no processes in its header ({error})"
+        ) from error
     for rank, pids in enumerate(processes):
         yield msgspec.structs.replace(
             report,
@@ -235,7 +263,9 @@ def _processes(report: PlainTrace, listed: list[Any]) -> Iterator[PlainTrace]:
 
 
 def _role(trace: Trace, name: str, process: str, head: list[Event]) -> str:
-    """Return the innermost role in a name, else ``rollout`` for the process of an engine, else ``worker``."""
+    """Return the innermost role in a name, else ``rollout`` for the process of an engine,
+    else ``worker``.
+    """
     if _GRAPH_FOLDER.search(name) or any(_GRAPH_ANNOTATION.match(event.name) for event in head):
         return GRAPH_CAPTURE
     for part in reversed(Path(name).parts):
@@ -252,7 +282,9 @@ def _npu_folder(path: Path) -> Path | None:
 
 
 def _rank(trace: Trace, folder: Path | None, name: str) -> int | None:
-    """Return the rank from the trace, else from torch_npu's ``profiler_info`` file, else from the name."""
+    """Return the rank from the trace, else from torch_npu's ``profiler_info`` file,
+    else from the name.
+    """
     info = trace.metadata.get("distributedInfo")
     rank = info.get("rank") if isinstance(info, dict) else None
     if type(rank) is int and 0 <= rank <= _MAX_RANK:
@@ -266,8 +298,8 @@ def _rank(trace: Trace, folder: Path | None, name: str) -> int | None:
 def _process(trace: Trace, head: list[Event], path: Path, *, is_ranked: bool) -> Process:
     """Return host, name and id of a trace's host process; empty if unknown.
 
-    torch before 2.6 writes no host, but its ``tensorboard_trace_handler`` names the file by it. An id without
-    a host, and without a rank, may be that of another process in another folder.
+    torch before 2.6 writes no host, but its ``tensorboard_trace_handler`` names the file by it. An
+    id without a host, and without a rank, may be that of another process in another folder.
     """
     host = str(trace.metadata.get("host_name", ""))
     name, pid = _named_process(head)
@@ -279,7 +311,9 @@ def _process(trace: Trace, head: list[Event], path: Path, *, is_ranked: bool) ->
 
 
 def _named_process(head: list[Event]) -> tuple[str, str]:
-    """Return name and id of the first process that runs on the host; without names, the first with events."""
+    """Return name and id of the first process that runs on the host; without names,
+    the first with events.
+    """
     labels = {e.pid: e.said("labels") for e in head if e.ph == "M" and e.name == "process_labels"}
     for event in head:
         is_named = event.ph == "M" and event.name == "process_name"

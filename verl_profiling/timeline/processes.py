@@ -1,8 +1,8 @@
 """Processes, threads and rows of the timeline: ids, names, and events from the manifest.
 
-Events from the manifest are stages and calls of the loop, stages of workers, requests of engines, and arrows.
-Hundreds of requests may overlap, so the requests of an engine are a process of their own. Arrows lead from
-the ``generate`` spans of trajectories to their requests.
+Events from the manifest are stages and calls of the loop, stages of workers, requests of engines,
+and arrows. Hundreds of requests may overlap, so the requests of an engine are a process of their
+own. Arrows lead from the ``generate`` spans of trajectories to their requests.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def shortened(name: str) -> str:
 
 
 def name_row(pid: int, row: int, name: str) -> list[Event]:
-    """Return the metadata that names and sorts a row; trajectories and requests have rows, not threads."""
+    """Return the metadata that names and sorts a row; trajectories and requests have rows,
+    not threads.
+    """
     return [
         metadata("thread_name", pid, row + 1, {"name": shortened(name)}),
         metadata("thread_sort_index", pid, row + 1, {"sort_index": row}),
@@ -124,8 +126,9 @@ def packed_rows(spans: Sequence[tuple[int, int]]) -> list[int]:
 def nested_rows(spans: Iterable[_Span], is_child: Callable[[_Span, _Span], bool]) -> list[int]:
     """Return a row for each span, so that spans of a row are nested or do not overlap.
 
-    A span has the row of its parent, if the parent is the innermost span there and encloses the span, else
-    the first free row. There are at most 64 rows; further concurrent spans share the last row.
+    A span has the row of its parent, if the parent is the innermost span there and encloses the
+    span, else the first free row. There are at most 64 rows; further concurrent spans share the
+    last row.
 
     Args:
         spans: The spans, parents before their children.
@@ -143,7 +146,9 @@ def nested_rows(spans: Iterable[_Span], is_child: Callable[[_Span, _Span], bool]
                 free = min(free, number)
                 continue
             inner = opened[-1]
-            is_around = inner.begin_ns <= begin_ns and end_ns <= inner.end_ns and is_child(span, inner)
+            is_around = (
+                inner.begin_ns <= begin_ns and end_ns <= inner.end_ns and is_child(span, inner)
+            )
             if is_around and (parent is None or inner.begin_ns > parent.begin_ns):
                 parent, row = inner, number
         if parent is None:
@@ -165,9 +170,9 @@ def stages_by_row(spans: Iterable[StageSpan]) -> Iterator[tuple[StageSpan, int]]
 class Processes:
     """Assigns the timeline's ids to the processes of one trace.
 
-    The host process gets the first id of the lane, like the worker's stages and the host processes of its
-    other traces. Device ids follow, in order of the device numbers. Categories of events tell hosts from
-    devices; a device's name includes its process label.
+    The host process gets the first id of the lane, like the worker's stages and the host processes
+    of its other traces. Device ids follow, in order of the device numbers. Categories of events
+    tell hosts from devices; a device's name includes its process label.
 
     Repeated metadata is kept once.
 
@@ -196,15 +201,17 @@ class Processes:
         self._metadata: dict[tuple[str, int | str | None, int | str | None, bytes], Event] = {}
 
     def find_host(self, events: list[Event]) -> None:
-        """Choose the host process: the process with most host events among the first events of a trace."""
+        """Choose the host process: the process
+        with most host events among the first events of a trace.
+        """
         counts = Counter(event.pid for event in events if event.ph == "X" and is_host(event))
         self._host = max(counts, key=counts.__getitem__, default=None)
 
     def assign(self, event: Event) -> int:
         """Return the new id for the process of an event, at the process's first event.
 
-        Marks of Kineto itself would span all processes of the timeline, so the marks get a thread of the host
-        process.
+        Marks of Kineto itself would span all processes of the timeline, so the marks get a thread
+        of the host process.
         """
         old, title = event.pid, self._title
         if old in _PROFILER_LANES:
@@ -237,8 +244,8 @@ class Processes:
     def names(self) -> list[Event]:
         """Return the metadata that names all processes with events, and their threads.
 
-        A device's name includes its label. The names of other processes, except the host's, include their own
-        names.
+        A device's name includes its label. The names of other processes, except the host's, include
+        their own names.
         """
         events: list[Event] = []
         said: dict[int, dict[str, str]] = {}
@@ -249,7 +256,9 @@ class Processes:
             if event.name not in _PROCESS_METADATA:
                 event.pid = new
                 events.append(event)
-            elif (word and new >= self._pid + _FIRST_OTHER) or (word == "labels" and new > self._pid):
+            elif (word and new >= self._pid + _FIRST_OTHER) or (
+                word == "labels" and new > self._pid
+            ):
                 said.setdefault(new, {}).setdefault(word, event.said(word)[:_NAME_LENGTH])
         if self._marked:
             self._titles.setdefault(self._pid, self._title)
@@ -270,7 +279,8 @@ _APART_NS = 1_000  # more than Perfetto's rounding of times (1 ns)
 
 
 def controller_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int) -> list[Event]:
-    """Return the loop's stages and calls, the workers' stages and tools, pauses, and arrows between stages.
+    """Return the loop's stages and calls, the workers' stages and tools, pauses, and arrows between
+    stages.
 
     Args:
         manifest: The capture.
@@ -297,7 +307,9 @@ _Drawn = tuple[str, int, str, str, Slice]
 
 
 def _from_manifest(manifest: Manifest) -> Iterator[_Drawn]:
-    """Yield the slices of steps, calls, pauses, stages and tools, those of the loop before the workers'."""
+    """Yield the slices of steps, calls, pauses, stages and tools,
+    those of the loop before the workers'.
+    """
     for step in manifest.step_spans if len(manifest.step_spans) > 1 else ():
         version = step.policy_version
         about = {} if version is None else {"policy_version": version}
@@ -307,14 +319,40 @@ def _from_manifest(manifest: Manifest) -> Iterator[_Drawn]:
     for rpc in manifest.rpcs:
         tid = threads.setdefault(rpc.worker, _FIRST_RPC_TID + len(threads))
         called = {"worker": rpc.worker, "ok": rpc.ok}
-        yield CONTROLLER, tid, f"rpc {rpc.worker}", "rpc", (rpc.method, rpc.begin_ns, rpc.end_ns, called)
+        yield (
+            CONTROLLER,
+            tid,
+            f"rpc {rpc.worker}",
+            "rpc",
+            (rpc.method, rpc.begin_ns, rpc.end_ns, called),
+        )
     loop = (CONTROLLER, [*manifest.stages, *manifest.outside], manifest.pauses)
-    for who, stages, pauses in (loop, *((one.name, one.stages, one.pauses) for one in manifest.workers)):
+    for who, stages, pauses in (
+        loop,
+        *((one.name, one.stages, one.pauses) for one in manifest.workers),
+    ):
         for pause in pauses:
-            yield who, _PAUSES_TID, "pauses", "pause", (pause.name, pause.begin_ns, pause.end_ns, {})
-        for span, row in stages_by_row(stages):  # those that overlap without nesting are on separate threads
-            title, about = f"stages {row + 1}" if row else "stages", {"failed": True} if span.failed else {}
-            yield who, STAGES_TID - row, title, "stage", (span.name, span.begin_ns, span.end_ns, about)
+            yield (
+                who,
+                _PAUSES_TID,
+                "pauses",
+                "pause",
+                (pause.name, pause.begin_ns, pause.end_ns, {}),
+            )
+        for span, row in stages_by_row(
+            stages
+        ):  # those that overlap without nesting are on separate threads
+            title, about = (
+                f"stages {row + 1}" if row else "stages",
+                {"failed": True} if span.failed else {},
+            )
+            yield (
+                who,
+                STAGES_TID - row,
+                title,
+                "stage",
+                (span.name, span.begin_ns, span.end_ns, about),
+            )
     for worker in manifest.workers:
         for tool in worker.tool_spans:
             title, of = f"{tool.name} of the tool", {"stage": tool.stage} if tool.stage else {}
@@ -322,7 +360,8 @@ def _from_manifest(manifest: Manifest) -> Iterator[_Drawn]:
 
 
 def _arrows(stages: list[Event], controller: int) -> list[Event]:
-    """Return arrows from the controller's stages to the workers' stages of the same name inside them.
+    """Return arrows from the controller's stages to the workers' stages of the same name inside
+    them.
 
     If several stages of the controller with this name are open, the arrow starts at the latest.
 
@@ -378,8 +417,8 @@ def joined(
 ) -> dict[int, Request]:
     """Return the request of each span, by the span's number; spans without a request are left out.
 
-    Several requests may have the span's request id, e.g. after a retry. The candidates are the last request
-    before the span's begin and the first request after it; the larger overlap decides.
+    Several requests may have the span's request id, e.g. after a retry. The candidates are the last
+    request before the span's begin and the first request after it; the larger overlap decides.
 
     Args:
         spans: (number, request id, begin, end) of each span, in unix ns.
@@ -390,7 +429,9 @@ def joined(
         served = requests.get(id, [])
         place = bisect_left(served, begin, key=_begin)
         near = served[max(place - 1, 0) : place + 1]
-        common = ((min(one.end_ns, end) - max(one.begin_ns, begin), at) for at, one in enumerate(near))
+        common = (
+            (min(one.end_ns, end) - max(one.begin_ns, begin), at) for at, one in enumerate(near)
+        )
         overlap, best = max(common, default=(-1, 0))
         if overlap >= 0:
             found[number] = near[best]
@@ -436,7 +477,9 @@ def _slices(request: Request, draw: Callable[..., Event]) -> Iterator[Event]:
         "policy_version": request.policy_version,
     }
     known = {name: value for name, value in facts.items() if value is not None}
-    yield draw(f"request ({request.response_tokens} tokens)", request.begin_ns, request.end_ns, about=known)
+    yield draw(
+        f"request ({request.response_tokens} tokens)", request.begin_ns, request.end_ns, about=known
+    )
     parts = request.parts()
     if len(parts) > 1:
         yield from (draw(*part) for part in parts)
@@ -452,9 +495,9 @@ def request_arrow(
 ) -> tuple[Event, Event]:
     """Return the two ends of an arrow from a span to its request.
 
-    The head is 1 us before the request, and Perfetto attaches the head to the next slice. At the request's
-    begin, Perfetto would attach the head to the first part of the request. If the tail is later than the
-    request's begin (clock error), the head is 1 us after the tail.
+    The head is 1 us before the request, and Perfetto attaches the head to the next slice. At the
+    request's begin, Perfetto would attach the head to the first part of the request. If the tail is
+    later than the request's begin (clock error), the head is 1 us after the tail.
 
     Args:
         number: Number of the arrow in the timeline.

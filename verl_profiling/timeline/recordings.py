@@ -1,7 +1,7 @@
 """Places plain traces in lanes: each recording once, and each process apart.
 
-Two files hold the same recording if both begin with the same events of the same process, or lie in the same
-folder of torch_npu.
+Two files hold the same recording if both begin with the same events of the same process, or lie in
+the same folder of torch_npu.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class PlainTrace(Source, frozen=True, kw_only=True):
 
 
 def number_in(name: str, *patterns: re.Pattern[str]) -> int | None:
-    """Return the number of the first pattern in the innermost part of a path that has any; else ``None``."""
+    """Return the number of the first pattern in the innermost part of a path that has any;
+    else ``None``.
+    """
     for part in reversed(Path(name).parts):
         for pattern in patterns:
             if numbers := pattern.findall(part):
@@ -78,17 +80,23 @@ def once(traces: list[PlainTrace]) -> tuple[list[PlainTrace], list[str]]:
         same = (trace.role, trace.rank, trace.replica, trace.recording)
         twin = kept.setdefault(same, trace)
         if twin is not trace:
-            notes.append(f"{trace.name} holds the same recording as {twin.name}, which is counted once")
+            notes.append(
+                f"{trace.name} holds the same recording as {twin.name}, which is counted once"
+            )
     return sorted(kept.values(), key=lambda trace: trace.name), notes
 
 
 def _preferred(trace: PlainTrace) -> tuple[bool, bool, int, str]:
-    """Return a key that sorts the file to keep first: parts before their sum, all of an NPU, a short name."""
+    """Return a key that sorts the file to keep first: parts before their sum, all of an NPU,
+    a short name.
+    """
     return trace.is_merged, trace.path.name.startswith("msprof"), len(trace.name), trace.name
 
 
 def ranked_by_number(traces: list[PlainTrace]) -> list[PlainTrace]:
-    """Rank processes whose names differ in one number, from 0 on: ``profile_0.json``, ``profile_1.json``."""
+    """Rank processes whose names differ in one number, from 0 on: ``profile_0.json``,
+    ``profile_1.json``.
+    """
     series: dict[str, dict[int, PlainTrace]] = {}
     for trace in traces:
         if not trace.is_ranked and (number := _LAST_NUMBER.search(trace.name)):
@@ -98,11 +106,15 @@ def ranked_by_number(traces: list[PlainTrace]) -> list[PlainTrace]:
         processes = {trace.process for trace in numbered.values()}
         if len(processes) == len(numbered) and sorted(numbered) == list(range(len(numbered))):
             ranks |= {trace.path: number for number, trace in numbered.items()}
-    return [msgspec.structs.replace(trace, rank=ranks.get(trace.path, trace.rank)) for trace in traces]
+    return [
+        msgspec.structs.replace(trace, rank=ranks.get(trace.path, trace.rank)) for trace in traces
+    ]
 
 
 def in_lanes(traces: list[PlainTrace]) -> list[Source]:
-    """Give each process a lane of its own; a further one of the same rank gets e.g. ``actor_rank0.2``."""
+    """Give each process a lane of its own; a further one of the same rank gets e.g.
+    ``actor_rank0.2``.
+    """
     owners: dict[tuple[object, ...], _Numbers] = {}
     result: list[Source] = []
     for trace in sorted(_by_engine(traces), key=lambda trace: (not trace.is_ranked, trace.name)):
@@ -120,8 +132,8 @@ def in_lanes(traces: list[PlainTrace]) -> list[Source]:
 def _by_engine(traces: list[PlainTrace]) -> list[PlainTrace]:
     """Return the traces with the replica of each rank of an engine whose name has none.
 
-    Each engine counts its ranks from 0, so several processes of one rank are of several engines: of those in
-    the names (``dp1``), else of the first, the second, and so on by name.
+    Each engine counts its ranks from 0, so several processes of one rank are of several engines: of
+    those in the names (``dp1``), else of the first, the second, and so on by name.
     """
     ranks: dict[int, _Numbers] = {}
     for trace in traces:

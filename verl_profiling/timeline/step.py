@@ -26,7 +26,16 @@ from verl_profiling.run_files import recorded_folder
 from verl_profiling.timeline.trace import Event, Limits
 from verl_profiling.trajectory_log import LOG_SUFFIX
 
-_ROLE_ORDER = ("controller", "actor", "critic", "ref", "reward", "rollouter", "agent_loop", "rollout")
+_ROLE_ORDER = (
+    "controller",
+    "actor",
+    "critic",
+    "ref",
+    "reward",
+    "rollouter",
+    "agent_loop",
+    "rollout",
+)
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,11 +52,11 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         offset_ns: Clock offset: time in the file minus time on the controller's clock.
         stage: The recorded stage, in discrete mode.
         begin_ns: Begin of the first event (unix ns), for a file without a manifest.
-        recorded_ns: Begin and end of the recording in the manifest (unix ns on the controller's clock); 0 if
-            unknown.
+        recorded_ns: Begin and end of the recording in the manifest (unix ns on the controller's
+            clock); 0 if unknown.
         pids: Ids of the lane's processes in the file; empty for all processes.
-        where: ``host:path`` of a file on another host's own file system, which a Ray task reads; ``path`` is
-            its path if it were in the step folder.
+        where: ``host:path`` of a file on another host's own file system, which a Ray task reads;
+            ``path`` is its path if it were in the step folder.
         artifact: Path of the artifact of that file, relative to the step folder.
         capture_id: The capture to which that file belongs.
     """
@@ -115,7 +124,9 @@ def sorted_sources(sources: Iterable[Source]) -> list[Source]:
 
 
 GRAPH_CAPTURE = "graph_capture"
-"""Role of traces that were recorded while an engine captured graphs: launches run nothing, so no step."""
+"""Role of traces that were recorded while an engine captured graphs: launches run nothing,
+so no step.
+"""
 
 TIMELINE_NAME = "timeline.json.gz"
 TIMELINE_MARK = "verlProfilingTimeline"
@@ -138,8 +149,8 @@ class StepInputs(msgspec.Struct, kw_only=True):
         limits: Limits on reading each trace.
         communication: Regular expressions of further communication kernels.
         ray: Address of the Ray cluster that reads the files; ``None`` for this host.
-        unfinished: Reason why the capture has no end, e.g. that the job still runs; empty for a complete
-            capture.
+        unfinished: Reason why the capture has no end, e.g. that the job still runs; empty for a
+            complete capture.
         name: Path of a single plain trace, shown after the step's number.
         label: Part of result names, if several steps share ``directory``, e.g. ``step_000012``.
     """
@@ -182,15 +193,21 @@ class StepInputs(msgspec.Struct, kw_only=True):
             selection: Label of the part of the step in the result, e.g. ``ranks_0``; empty for all.
         """
         stem, _, suffix = name.partition(".")
-        return self.directory / ".".join(filter(None, (stem, self.label, short_label(selection), suffix)))
+        return self.directory / ".".join(
+            filter(None, (stem, self.label, short_label(selection), suffix))
+        )
 
 
 def short_label(text: str) -> str:
-    """Return a text as part of a file name, with at most 80 characters; a hash replaces lost characters."""
+    """Return a text as part of a file name, with at most 80 characters;
+    a hash replaces lost characters.
+    """
     label = re.sub(r"[^\w.,+-]", "_", text)
     if label == text and len(label) <= _LABEL:
         return label
-    return f"{label[: _LABEL - 9]}_{sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}"
+    return (
+        f"{label[: _LABEL - 9]}_{sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}"
+    )
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,8 +215,8 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         min_us: Complete events (``ph == "X"``) shorter than this are dropped.
-        windows_ns: Events outside all of these intervals (unix ns, controller's clock) are dropped; empty
-            for no limit.
+        windows_ns: Events outside all of these intervals (unix ns, controller's clock) are dropped;
+            empty for no limit.
     """
 
     min_us: float = 0.0
@@ -221,8 +238,12 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
         if self.min_us:
             events = [e for e in events if e.ph != "X" or (e.dur or 0.0) >= self.min_us]
         if self.windows_ns:
-            windows = [((begin - base_ns) / 1000, (end - base_ns) / 1000) for begin, end in self.windows_ns]
-            events = [e for e in events if e.ph == "M" or _overlaps(e.ts or 0.0, e.dur or 0.0, windows)]
+            windows = [
+                ((begin - base_ns) / 1000, (end - base_ns) / 1000) for begin, end in self.windows_ns
+            ]
+            events = [
+                e for e in events if e.ph == "M" or _overlaps(e.ts or 0.0, e.dur or 0.0, windows)
+            ]
         return events
 
 
@@ -231,16 +252,19 @@ def _overlaps(begin: float, took: float, windows: Iterable[tuple[float, float]])
 
 
 def one_by_one(inputs: StepInputs) -> list[StepInputs]:
-    """Split the inputs of a continuous capture by step; inputs of a single step are returned unchanged.
+    """Split the inputs of a continuous capture by step; inputs of a single step are returned
+    unchanged.
 
-    A stage that crosses the end of a step is split. A request belongs to the step in which it begins. Work
-    between two steps, such as validation, belongs to neither.
+    A stage that crosses the end of a step is split. A request belongs to the step in which it
+    begins. Work between two steps, such as validation, belongs to neither.
     """
     manifest = inputs.manifest
     if manifest is None or len(manifest.step_spans) < 2 or not _in_order(manifest.step_spans):
         return [inputs]
     *before, last = manifest.step_spans
-    if manifest.state != "written":  # the process was killed in the last step, so its end is not recorded
+    if (
+        manifest.state != "written"
+    ):  # the process was killed in the last step, so its end is not recorded
         last = msgspec.structs.replace(last, end_ns=max(last.end_ns, manifest.end_ns))
         manifest = msgspec.structs.replace(manifest, step_spans=[*before, last])
     return [_of_step(inputs, manifest, index) for index in range(len(manifest.step_spans))]
@@ -259,11 +283,15 @@ def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
     next_ns = later[0].begin_ns if later else MAX_NS
 
     def drives(begun: ToolSpan | Rpc) -> bool:
-        """Return whether a tool span or RPC belongs to this step: the last before it, else the first."""
+        """Return whether a tool span or RPC belongs to this step: the last before it,
+        else the first.
+        """
         return since_ns <= begun.begin_ns < next_ns
 
     def clipped(stages: Iterable[StageSpan]) -> list[StageSpan]:
-        parts = ((stage, max(stage.begin_ns, begin_ns), min(stage.end_ns, end_ns)) for stage in stages)
+        parts = (
+            (stage, max(stage.begin_ns, begin_ns), min(stage.end_ns, end_ns)) for stage in stages
+        )
         return [
             msgspec.structs.replace(stage, begin_ns=first, end_ns=last)
             for stage, first, last in parts
@@ -284,7 +312,9 @@ def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
             stages=clipped(worker.stages),
             pauses=clipped(worker.pauses),
             tool_spans=list(filter(drives, worker.tool_spans)),
-            requests=[request for request in worker.requests if begin_ns < request.end_ns <= end_ns],
+            requests=[
+                request for request in worker.requests if begin_ns < request.end_ns <= end_ns
+            ],
             artifacts=list(filter(is_of_step, worker.artifacts)),
         )
 
@@ -305,12 +335,16 @@ def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
         workers=list(map(part_of, whole.workers)),
         metrics=span.metrics,
     )
-    recorded = {(worker.name, artifact.path) for worker in manifest.workers for artifact in worker.artifacts}
+    recorded = {
+        (worker.name, artifact.path) for worker in manifest.workers for artifact in worker.artifacts
+    }
     return msgspec.structs.replace(
         inputs,
         step=span.step,
         manifest=manifest,
         capture=whole,
-        files=[file for file in inputs.files if file.is_log or (file.worker, file.artifact) in recorded],
+        files=[
+            file for file in inputs.files if file.is_log or (file.worker, file.artifact) in recorded
+        ],
         label=step_folder_name(span.step),
     )

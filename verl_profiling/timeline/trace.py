@@ -1,14 +1,14 @@
 """Reads Chrome trace files of any size as a stream of typed events, in bounded memory.
 
-Traces may be from torch (2.1 and later), vLLM, SGLang, torch_npu (``trace_view.json``) and this package. A
-file has an object with ``traceEvents`` or a bare list of events, compressed or not.
+Traces may be from torch (2.1 and later), vLLM, SGLang, torch_npu (``trace_view.json``) and this
+package. A file has an object with ``traceEvents`` or a bare list of events, compressed or not.
 
-Clocks: ``unix_ns = base_ns + round(ts * 1000)``. torch from 2.4 on writes ``baseTimeNanoseconds``. Older
-torch and torch_npu write absolute microseconds, which a double resolves to 0.25 us only. So absolute times
-are parsed as decimals, and converted relative to the time of the first event.
+Clocks: ``unix_ns = base_ns + round(ts * 1000)``. torch from 2.4 on writes ``baseTimeNanoseconds``.
+Older torch and torch_npu write absolute microseconds, which a double resolves to 0.25 us only. So
+absolute times are parsed as decimals, and converted relative to the time of the first event.
 
-A small compressed file can unpack to any size, so :class:`Limits` bounds the content. Reading stops at a
-limit with a warning, and the content up to the limit is kept.
+A small compressed file can unpack to any size, so :class:`Limits` bounds the content. Reading stops
+at a limit with a warning, and the content up to the limit is kept.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         content_bytes: Bytes of content, uncompressed.
-        memory_bytes: Memory of the reading process (bytes). The default is three quarters of the memory
-            that is available at the first check, and at least 1 GiB.
+        memory_bytes: Memory of the reading process (bytes). The default is three quarters of the
+            memory that is available at the first check, and at least 1 GiB.
     """
 
     content_bytes: int = 64 << 30
@@ -74,8 +74,8 @@ def _allowed_bytes() -> int:
 class Blocks:
     """The uncompressed content of one file, in blocks of at most ``BLOCK_BYTES``.
 
-    A gzip file may have several members (RFC 1952, section 2.2). Iteration over a damaged file ends early
-    without an exception, and :attr:`damage` has the reason.
+    A gzip file may have several members (RFC 1952, section 2.2). Iteration over a damaged file ends
+    early without an exception, and :attr:`damage` has the reason.
 
     Attributes:
         path: The file.
@@ -103,7 +103,9 @@ class Blocks:
                     content = trace_of_database(self.path, {})
                 else:
                     is_gzip = head.startswith(_GZIP_MAGIC)
-                    content = self._gzip(file) if is_gzip else iter(partial(file.read, BLOCK_BYTES), b"")
+                    content = (
+                        self._gzip(file) if is_gzip else iter(partial(file.read, BLOCK_BYTES), b"")
+                    )
                 for block in content:
                     if self.position + len(block) > self._limit:
                         most = f"the limit of {self._limit:,} bytes of content"
@@ -112,7 +114,9 @@ class Blocks:
                     self.position += len(block)
                     yield block
         except OSError as error:
-            raise TraceFormatError(self.path, f"cannot be read ({error.strerror or error})") from error
+            raise TraceFormatError(
+                self.path, f"cannot be read ({error.strerror or error})"
+            ) from error
 
     def _gzip(self, file: BinaryIO) -> Iterator[bytes]:
         member = isal_zlib.decompressobj(wbits=31)
@@ -138,7 +142,9 @@ class Blocks:
 
 
 MAX_US = 4e15
-"""Largest distance of an event's time from its base (us): 126 years, i.e. up to 2096 for a base of 0."""
+"""Largest distance of an event's time from its base (us): 126 years, i.e.
+up to 2096 for a base of 0.
+"""
 
 LONGEST_US = 1e15
 """Longest duration of an event (us)."""
@@ -151,10 +157,12 @@ NO_ARGS = msgspec.Raw(b"")
 NO_TRACE = "not a Chrome trace: found no traceEvents"
 
 _HINTS = {
-    ".nsys-rep": "is a report of Nsight Systems; run `nsys export --type sqlite` on it, and give the .sqlite",
+    ".nsys-rep": "is a report of Nsight Systems; run `nsys export --type sqlite` on it, and "
+    "give the .sqlite",
     ".sqlite": NO_DATABASE,
     ".db": NO_DATABASE,
-    ".pickle": "is a snapshot of torch's memory, and no trace; open it at https://pytorch.org/memory_viz",
+    ".pickle": "is a snapshot of torch's memory, and no trace; open it at "
+    "https://pytorch.org/memory_viz",
     ".zst": "is compressed; run `zstd -d` on it first",
     ".zip": "is an archive; unpack it first",
 }
@@ -209,7 +217,9 @@ class Event(msgspec.Struct, gc=False, omit_defaults=True):
     args: msgspec.Raw = NO_ARGS
 
     def said(self, key: str) -> str:
-        """Return an argument, a string or an integer, as text; ``""`` for any other or a missing one."""
+        """Return an argument, a string or an integer, as text;
+        ``""`` for any other or a missing one.
+        """
         try:
             return str(_TEXT.decode(_ARGUMENTS.decode(self.args)[key]))
         except (*UNDECODABLE, KeyError):
@@ -227,15 +237,17 @@ class Trace:
 
     Attributes:
         path: The file.
-        metadata: The top-level keys before ``traceEvents``, and ``baseTimeNanoseconds`` from any place.
-        base_ns: Unix nanoseconds of ``ts == 0``. For a file without a base, 0 until the first event with a
-            time is read.
-        warnings: Sentences on unreadable parts, each with its byte offset; complete after :meth:`chunks`.
+        metadata: The top-level keys before ``traceEvents``, and ``baseTimeNanoseconds`` from any
+            place.
+        base_ns: Unix nanoseconds of ``ts == 0``. For a file without a base, 0 until the first event
+            with a time is read.
+        warnings: Sentences on unreadable parts, each with its byte offset; complete after
+            :meth:`chunks`.
         truncated: Whether reading ended before the last event; the reason is in the last warning.
         events: Number of events read so far.
         skipped: Number of invalid events; only the first one has a warning.
-        holes_ns: Times around parts of unknown content (ns since ``base_ns``), from the event before a part
-            to the event after it.
+        holes_ns: Times around parts of unknown content (ns since ``base_ns``), from the event
+            before a part to the event after it.
         impossible: Number of events with a negative duration, or one of more than 30 years.
     """
 
@@ -283,7 +295,8 @@ class Trace:
     def chunks(self, size: int = BLOCK_BYTES) -> Iterator[list[Event]]:
         """Yield the events in the order of the file, some thousands at a time.
 
-        Invalid events are skipped with a warning. Reading ends at damage, at a cut-off end, or at a limit.
+        Invalid events are skipped with a warning. Reading ends at damage, at a cut-off end, or at a
+        limit.
 
         Args:
             size: Bytes of JSON to decode at a time.
@@ -321,7 +334,9 @@ class Trace:
         """Yield notes on the content, of its writer and on what was read so far."""
         yield from map(str, self.about("notes"))
         if self.impossible:
-            yield f"{self.impossible:,} events have a negative or endless duration, and count as 0 s"
+            yield (
+                f"{self.impossible:,} events have a negative or endless duration, and count as 0 s"
+            )
 
     def about(self, key: str) -> list[Any]:
         """Return a list that this package wrote into the header of a trace; else an empty one."""
@@ -357,7 +372,9 @@ class Trace:
                 try:
                     header: dict[str, Any] = _load_json(head + b"]}")
                 except (ValueError, RecursionError) as error:
-                    raise TraceFormatError(self.path, f"bad JSON before traceEvents ({error})") from error
+                    raise TraceFormatError(
+                        self.path, f"bad JSON before traceEvents ({error})"
+                    ) from error
                 header.pop("traceEvents", None)
                 return header
             if len(self._buffer) > _MOST_HEAD:
@@ -386,7 +403,9 @@ class Trace:
         self._consumed += count
 
     def _decode(self, end: int, last: bool) -> tuple[list[Event], int]:
-        """Return the events in the first ``end`` bytes of the buffer, and the number of consumed bytes."""
+        """Return the events in the first ``end`` bytes of the buffer,
+        and the number of consumed bytes.
+        """
         text = memoryview(self._buffer)[:end]
         try:
             if not last:
@@ -396,15 +415,21 @@ class Trace:
             self._ended = True
             return events, close
         except UNDECODABLE:
-            return self._decode_each(bytes(text), last)  # the text has the end of the list, or damage
+            return self._decode_each(
+                bytes(text), last
+            )  # the text has the end of the list, or damage
 
     def _decode_each(self, text: bytes, last: bool) -> tuple[list[Event], int]:
-        """Decode events one by one up to the last complete event; return them and the bytes consumed.
+        """Decode events one by one up to the last complete event; return them and the bytes
+        consumed.
 
         Kineto may write ``NaN`` and names in any encoding, which the fast decoder refuses.
         """
         events: list[Event] = []
-        characters, position = text.decode("latin-1"), 0  # one character per byte, so positions are bytes
+        characters, position = (
+            text.decode("latin-1"),
+            0,
+        )  # one character per byte, so positions are bytes
         while True:
             position = _past_separator(text, position)
             if text[position : position + 1] == b"]":
@@ -414,7 +439,9 @@ class Trace:
                 end = _SCANNER.raw_decode(characters, position)[1]
             except (ValueError, RecursionError):
                 if following := _next_event(text, characters, position):
-                    self._leave_out(text[position:following], self._consumed + position, len(events))
+                    self._leave_out(
+                        text[position:following], self._consumed + position, len(events)
+                    )
                     position = following
                     continue
                 if last:
@@ -422,7 +449,9 @@ class Trace:
                     self._stop(self._consumed + position, f"the list of events is {what}")
                     position = len(text)
                 return events, position
-            if (piece := text[position:end]) != b"{}":  # JAX writes an empty object after its last event
+            if (
+                piece := text[position:end]
+            ) != b"{}":  # JAX writes an empty object after its last event
                 try:
                     events += self._decode_one(piece)
                 except (*UNDECODABLE, ValueError) as error:
@@ -430,20 +459,25 @@ class Trace:
             position = end
 
     def _leave_out(self, piece: bytes, offset: int, place: int) -> None:
-        """Skip a part that cannot be read; without a clear cause, the time around the part is unknown.
+        """Skip a part that cannot be read; without a clear cause, the time around the part is
+        unknown.
 
-        torch writes names of annotations verbatim, so a quotation mark ends the string too early. Then only
-        this event is lost.
+        torch writes names of annotations verbatim, so a quotation mark ends the string too early.
+        Then only this event is lost.
         """
         if (name := _NAME.match(piece)) and len(_PHASE.findall(piece)) == 1:
             text = name[1].decode("utf-8", "replace")
-            self._skip(offset, f"skipped the annotation {text}: its name is written without escapes")
+            self._skip(
+                offset, f"skipped the annotation {text}: its name is written without escapes"
+            )
             return
         self._gaps.append(place)
         self._skip(offset, f"skipped {byte_size(len(piece))} that cannot be read")
 
     def _add_holes(self, events: list[Event]) -> None:
-        """Add the times around the gaps of a chunk, and remember the begin of the chunk's last event."""
+        """Add the times around the gaps of a chunk,
+        and remember the begin of the chunk's last event.
+        """
         begins_us = [self._last_us, *(event.ts for event in events if event.ts is not None)]
         waiting: list[int] = []
         for place in self._gaps:
@@ -451,7 +485,9 @@ class Trace:
             if before + 1 == len(begins_us):
                 waiting = [0]  # the next event is in a later chunk
             else:
-                self.holes_ns += _between(*(round(us * 1000) for us in begins_us[before : before + 2]))
+                self.holes_ns += _between(
+                    *(round(us * 1000) for us in begins_us[before : before + 2])
+                )
         self._gaps, self._last_us = waiting, begins_us[-1]
 
     def _decode_one(self, piece: bytes) -> list[Event]:
@@ -471,7 +507,11 @@ class Trace:
         with localcontext(_UNTRAPPED):
             timed = [e for e in events if e.ts is None or -_MAX_DECIMAL <= e.ts <= _MAX_DECIMAL]
             if len(timed) < len(events):
-                self._skip(self._consumed, "skipped an event with an invalid time", len(events) - len(timed))
+                self._skip(
+                    self._consumed,
+                    "skipped an event with an invalid time",
+                    len(events) - len(timed),
+                )
             for event in timed:
                 if event.ts is None:
                     continue
@@ -495,7 +535,9 @@ class Trace:
 
 @lru_cache(maxsize=1024)
 def _read_end(path: Path, limits: Limits, state: tuple[int, int]) -> dict[str, Any]:
-    """Return the base time from the end of the file (torch 2.3); ``state`` (size, mtime) is a cache key."""
+    """Return the base time from the end of the file (torch 2.3); ``state`` (size,
+    mtime) is a cache key.
+    """
     tail = b""
     for block in Blocks(path, limits):
         tail = block if len(block) >= _TAIL_BYTES else (tail + block)[-_TAIL_BYTES:]
@@ -520,7 +562,10 @@ def _between(before_ns: int, after_ns: int) -> list[tuple[int, int]]:
     """Return the time between two events in the file; torch writes one thread after the other."""
     if before_ns <= after_ns:
         return [(before_ns, after_ns)]
-    return [(-MAX_NS, after_ns), (before_ns, MAX_NS)]  # the end of a thread, and the begin of the next
+    return [
+        (-MAX_NS, after_ns),
+        (before_ns, MAX_NS),
+    ]  # the end of a thread, and the begin of the next
 
 
 def _next_event(text: bytes, characters: str, position: int) -> int:

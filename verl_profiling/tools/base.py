@@ -1,7 +1,7 @@
 """The interface of recording tools, which third parties may implement.
 
-A :class:`Tool` holds options; :meth:`Tool.start` returns a :class:`Recording`, which lasts until its stop. A
-process has at most one recording of a tool at a time, so no locks are needed.
+A :class:`Tool` holds options; :meth:`Tool.start` returns a :class:`Recording`, which lasts until
+its stop. A process has at most one recording of a tool at a time, so no locks are needed.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Output:
 
     Attributes:
         artifact: The artifact in its current state; ``pending`` before ``finish`` has run.
-        finish: The rest of the work, such as compression. The function runs on a background thread during
-            training, and returns the artifact's final state.
+        finish: The rest of the work, such as compression. The function runs on a background thread
+            during training, and returns the artifact's final state.
     """
 
     artifact: Artifact
@@ -69,10 +69,12 @@ class Output:
 class Marks(NamedTuple):
     """The functions with which a recording marks stages inside its artifact.
 
-    Both functions are called for every stage, on the stage's thread, and may take about a microsecond.
+    Both functions are called for every stage, on the stage's thread, and may take about a
+    microsecond.
 
     Attributes:
-        begin: Called with the name of a stage at its begin; returns the argument of ``end``, or ``None``.
+        begin: Called with the name of a stage at its begin; returns the argument of ``end``, or
+            ``None``.
         end: Called with the result of ``begin`` at the end of the stage.
     """
 
@@ -85,17 +87,20 @@ class Recording(ABC):
 
     @property
     def marks(self) -> Marks | None:
-        """The functions that mark stages inside the artifact; ``None`` for an artifact without marks."""
+        """The functions that mark stages inside the artifact;
+        ``None`` for an artifact without marks.
+        """
         return None
 
     def step(self) -> None:
         """Record the end of a mini-batch."""
 
     def bytes_to_stop(self) -> int | None:
-        """Return the additional memory (bytes) that a stop and export would need now; ``None`` if unknown.
+        """Return the additional memory (bytes) that a stop and export would need now; ``None`` if
+        unknown.
 
-        Called at the end of stages and mini-batches. If the memory exceeds ``limits.memory_share``, the
-        recording is stopped, with a ``truncated`` artifact.
+        Called at the end of stages and mini-batches. If the memory exceeds ``limits.memory_share``,
+        the recording is stopped, with a ``truncated`` artifact.
         """
         return None
 
@@ -104,7 +109,8 @@ class Recording(ABC):
         """Stop recording and write the artifacts.
 
         Returns:
-            One output per artifact. An artifact without content has the status ``empty`` and a reason.
+            One output per artifact. An artifact without content has the status ``empty`` and a
+            reason.
         """
 
     @abstractmethod
@@ -128,7 +134,8 @@ class Tool(ABC):
         options_class: A frozen dataclass of the tool's options.
         conflicts: Names of tools that cannot record at the same time in one process.
         starts_process: Whether the tool has to start the recorded process, like Nsight Systems.
-        any_thread: Whether a recording may be stopped on another thread than the thread of its start.
+        any_thread: Whether a recording may be stopped on another thread than the thread of its
+            start.
     """
 
     name: ClassVar[str]
@@ -149,7 +156,8 @@ class Tool(ABC):
         """
 
     def check_machine(self) -> None:
-        """Check, in any process, that the tool can work on this machine; by default :meth:`prepare`.
+        """Check, in any process, that the tool can work on this machine; by default
+        :meth:`prepare`.
 
         Raises:
             ToolUnavailableError: The tool cannot work on this machine; the message has the remedy.
@@ -179,7 +187,11 @@ def imported(module: str, tool: str, package: str = "'verl-profiling[train]'") -
     """
     try:
         return import_module(module)
-    except (ImportError, OSError, RuntimeError) as error:  # torch_npu without CANN raises the last two
+    except (
+        ImportError,
+        OSError,
+        RuntimeError,
+    ) as error:  # torch_npu without CANN raises the last two
         cause = str(error).partition("\n")[0]
         raise ToolUnavailableError(
             f"tool {tool!r} needs {module} ({cause}); install it with: pip install {package}"

@@ -55,15 +55,18 @@ def used_devices() -> list[Device]:
     return found
 
 
-def engine_devices(kind: str, ranks: int, numbers: Sequence[int], ids: Sequence[str] | None) -> list[Device]:
+def engine_devices(
+    kind: str, ranks: int, numbers: Sequence[int], ids: Sequence[str] | None
+) -> list[Device]:
     """Return the devices of an engine that computes in processes of its own, in order of rank.
 
     Args:
         kind: Device type of the engine.
         ranks: Number of ranks of the engine.
-        numbers: Device number of each of the engine's first ranks; the devices of other ranks are unknown.
-        ids: Numbers (on this host) or UUIDs of the engine's devices; ``None`` for the visible devices of this
-            process. Then an engine on CPUs has none.
+        numbers: Device number of each of the engine's first ranks; the devices of other ranks are
+            unknown.
+        ids: Numbers (on this host) or UUIDs of the engine's devices; ``None`` for the visible
+            devices of this process. Then an engine on CPUs has none.
     """
     visible = (() if kind == "cpu" else _visible(kind)) if ids is None else ids
     every = ids is None and not visible and kind != "cpu"
@@ -92,8 +95,8 @@ def _uuid(text: str) -> str:
 def injected_cupti() -> str:
     """Return a sentence with the remedy if the environment makes NVTX load CUPTI; else ``""``.
 
-    CUPTI serves one subscriber per process. In some images, NVTX loads libcupti, which subscribes at the
-    first NVTX range. Then torch's profiler is refused later, and records only the host.
+    CUPTI serves one subscriber per process. In some images, NVTX loads libcupti, which subscribes
+    at the first NVTX range. Then torch's profiler is refused later, and records only the host.
     """
     path = os.environ.get(VARIABLE, "")
     if "cupti" not in PurePath(path).name.lower():
@@ -107,6 +110,7 @@ def injected_cupti() -> str:
 def lost_kernels() -> str:
     """Return the possible reason why torch recorded no event of a device."""
     return injected_cupti() or (
-        "another profiler may hold CUPTI (Nsight Systems, a monitor of the node, an NVTX library named by "
+        "another profiler may hold CUPTI (Nsight Systems, a monitor of the node, an NVTX "
+        "library named by "
         f"{VARIABLE}), or nothing ran there"
     )

@@ -65,8 +65,9 @@ class NpuOptions:
 
     Attributes:
         activities: The recorded activities.
-        level: Amount of recorded data of the device. ``level0``: operators; ``level1``: also CANN's calls and
-            AI core metrics; ``level2``: also CANN's runtime and caches; ``none``: mstx ranges only.
+        level: Amount of recorded data of the device. ``level0``: operators; ``level1``: also CANN's
+            calls and AI core metrics; ``level2``: also CANN's runtime and caches; ``none``: mstx
+            ranges only.
         aic_metrics: AI core metrics; by default ``PipeUtilization`` if the level has any.
         stack: Python stacks of every op. Costly.
         shapes: Shapes of the inputs of every op.
@@ -94,9 +95,13 @@ class NpuOptions:
 
     def __post_init__(self) -> None:
         if not self.activities:
-            raise ConfigError("activities", "is empty; leave it out to record the host and the device")
+            raise ConfigError(
+                "activities", "is empty; leave it out to record the host and the device"
+            )
         if "text" not in self.export:
-            raise ConfigError("export", "must contain 'text', of which the timeline is made, e.g. [text, db]")
+            raise ConfigError(
+                "export", "must contain 'text', of which the timeline is made, e.g. [text, db]"
+            )
         has_metrics = self.aic_metrics not in (None, "AiCoreNone")
         if has_metrics and self.level in ("none", "level0"):
             raise ConfigError("aic_metrics", f"needs level1 or level2, level is {self.level}")
@@ -107,9 +112,10 @@ class NpuOptions:
 class NpuTool(Tool):
     """Records with ``torch_npu.profiler``.
 
-    The methods of torch_npu print errors instead of raising. So this tool checks the profiler's state after a
-    start, and the folder after a stop. torch_npu's analysis forks the calling process, and changes how
-    that process starts others. So the analysis runs in a separate process during training.
+    The methods of torch_npu print errors instead of raising. So this tool checks the profiler's
+    state after a start, and the folder after a stop. torch_npu's analysis forks the calling
+    process, and changes how that process starts others. So the analysis runs in a separate process
+    during training.
     """
 
     name: ClassVar[str] = "npu"
@@ -124,7 +130,8 @@ class NpuTool(Tool):
         torch_npu = imported("torch_npu", self.name, TORCH_NPU)
         if "npu" in self.options.activities and not torch_npu.npu.is_available():
             raise ToolUnavailableError(
-                "tool 'npu': torch_npu sees no NPU; check `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES"
+                "tool 'npu': torch_npu sees no NPU; check `npu-smi info` and "
+                "ASCEND_RT_VISIBLE_DEVICES"
             )
 
     def start(self, destination: Destination) -> Recording:
@@ -133,8 +140,10 @@ class NpuTool(Tool):
 
         if torch._C._autograd._profiler_enabled():
             raise CaptureStateError(
-                f"{destination.lane}: another profiler (torch's or torch_npu's) already records this thread, "
-                "and two destroy each other's data; stop the other one, or switch one of the two off"
+                f"{destination.lane}: another profiler (torch's or torch_npu's) already "
+                "records this thread, "
+                "and two destroy each other's data; stop the other one, or switch one of the "
+                "two off"
             )
         folder = destination.path(self.suffix)
         make_folder(folder, exist_ok=False)
@@ -146,7 +155,9 @@ class NpuTool(Tool):
                 f"{destination.lane}: torch_npu did not start recording into {folder}; see the "
                 "[ERROR] that it printed"
             )
-        profiler.add_metadata_json("verl_profiling", msgspec.json.encode(destination.metadata).decode())
+        profiler.add_metadata_json(
+            "verl_profiling", msgspec.json.encode(destination.metadata).decode()
+        )
         return _NpuRecording(profiler, destination, self.options, folder)
 
     def _profiler(self, folder: Path, lane: str) -> Any:
@@ -160,7 +171,9 @@ class NpuTool(Tool):
             schedule=window and api.schedule(**asdict(window), repeat=1),
             # torch_npu has one output folder per process, that of the handler made last. So each
             # recording makes its handler just before it needs it.
-            on_trace_ready=api.tensorboard_trace_handler(str(folder), worker_name=lane, analyse_flag=False),
+            on_trace_ready=api.tensorboard_trace_handler(
+                str(folder), worker_name=lane, analyse_flag=False
+            ),
             record_shapes=options.shapes,
             profile_memory=options.memory,
             with_stack=options.stack,
@@ -229,25 +242,32 @@ def output_of_recording(recorded: Path, artifact: Artifact, options: NpuOptions)
     """
     folder = recorded.parent
     if not _has_data(recorded, "FRAMEWORK", "PROF_*"):
-        reason = f"no operator ran on the thread that recorded, or torch_npu printed an [ERROR]: see {folder}"
+        reason = (
+            "no operator ran on the thread that recorded, or torch_npu printed an "
+            f"[ERROR]: see {folder}"
+        )
         return Output(artifact.with_status("empty", reason))
     if not options.analysis:
-        reason = f"not analysed (tools.npu.analysis is false); run torch_npu's analyse({str(folder)!r})"
+        reason = (
+            f"not analysed (tools.npu.analysis is false); run torch_npu's analyse({str(folder)!r})"
+        )
         return Output(artifact.with_status("ok", reason, bytes=folder_bytes(folder)))
     pending = artifact.with_status("pending")
     return Output(pending, lambda: _analysed(recorded, pending, options))
 
 
 def _has_data(recorded: Path, *parts: str) -> bool:
-    """Return whether torch_npu recorded data of the host (``FRAMEWORK``) or the device (``PROF_*``)."""
+    """Return whether torch_npu recorded data of the host (``FRAMEWORK``)
+    or the device (``PROF_*``).
+    """
     return any(folder_bytes(found) for part in parts for found in recorded.glob(part))
 
 
 def _analysed(recorded: Path, artifact: Artifact, options: NpuOptions) -> Artifact:
     """Run torch_npu's missing analysis on a recording; return the artifact with its status.
 
-    A rollout engine may have analysed its recording itself. A recording of only the host is analysed again,
-    because torch_npu converts the host's times with the wrong clock.
+    A rollout engine may have analysed its recording itself. A recording of only the host is
+    analysed again, because torch_npu converts the host's times with the wrong clock.
     """
     results, device = recorded / _RESULTS, "npu" in options.activities
     printed, problem = "", ""
@@ -258,7 +278,8 @@ def _analysed(recorded: Path, artifact: Artifact, options: NpuOptions) -> Artifa
     size = folder_bytes(recorded.parent)
     if problem or not trace.is_file():
         reason = (
-            f"the analysis {problem or 'wrote no trace_view.json'}{_last_error(printed)}; raw data is kept"
+            f"the analysis {problem or 'wrote no trace_view.json'}{_last_error(printed)}; "
+            "raw data is kept"
         )
         return artifact.with_status("failed", reason, bytes=size)
     if device and not _has_data(recorded, "PROF_*"):
@@ -268,7 +289,8 @@ def _analysed(recorded: Path, artifact: Artifact, options: NpuOptions) -> Artifa
 
 
 def _correct_clock(recorded: Path) -> None:
-    """Write the clock reading with which the analysis converts the host's times to wall-clock times.
+    """Write the clock reading with which the analysis converts the host's times to wall-clock
+    times.
 
     The host's times come from ``CLOCK_MONOTONIC_RAW``. If CANN recorded nothing, torch_npu converts
     them with a reading of ``CLOCK_MONOTONIC``, which NTP slews: after some hours of uptime the
@@ -287,7 +309,8 @@ def _correct_clock(recorded: Path) -> None:
 def _run_analysis(recorded: Path, options: NpuOptions) -> tuple[str, str]:
     """Run the analysis; return its output, and the reason of a failure.
 
-    The analysis has a process of its own, because it forks and changes the start method of processes.
+    The analysis has a process of its own, because it forks and changes the start method of
+    processes.
     """
     (recorded / _RESULTS / _DONE).unlink(missing_ok=True)  # of an analysis by the engine
     command = [sys.executable, "-c", _ANALYSE, str(recorded), ",".join(options.export)]

@@ -1,8 +1,8 @@
 """The ``nsys`` tool: NVIDIA Nsight Systems, one report per recording.
 
 Nsight Systems has to start the process, and may write reports until the end of the process. So
-:func:`nsys_runtime_env` starts the worker under Nsight Systems. The tool opens and closes ranges, and logs
-each range in a file next to the reports. ``verl-profiling collect`` fetches the reports.
+:func:`nsys_runtime_env` starts the worker under Nsight Systems. The tool opens and closes ranges,
+and logs each range in a file next to the reports. ``verl-profiling collect`` fetches the reports.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _OUTPUT_VARIABLE = "VERL_PROFILING_NSYS_OUTPUT"
 _RANGES_VARIABLE = "VERL_PROFILING_NSYS_RANGES"
 _OWNED_ARGUMENTS = {"o", "output", "capture-range", "capture-range-end"}
 _MISSING = (
-    "tool 'nsys': there is no nsys on PATH; install NVIDIA Nsight Systems on every node that runs workers "
+    "tool 'nsys': there is no nsys on PATH; install NVIDIA Nsight Systems on every node that "
+    "runs workers "
     "(package nsight-systems-cli), or record with another tool"
 )
 
@@ -47,10 +48,11 @@ class NsysOptions:
 
     Attributes:
         trace: APIs that are traced.
-        ranges: Number of ranges that a process opens; by default computed from the schedule and the selected
-            stages.
-        arguments: Further arguments of ``nsys profile``, or other values for the arguments that the tool
-            sets: ``{"gpu-metrics-devices": "all", "cuda-graph-trace": "node", "sample": "process-tree"}``.
+        ranges: Number of ranges that a process opens; by default computed from the schedule and the
+            selected stages.
+        arguments: Further arguments of ``nsys profile``, or other values for the arguments that the
+            tool sets: ``{"gpu-metrics-devices": "all", "cuda-graph-trace": "node", "sample":
+                "process-tree"}``.
     """
 
     trace: tuple[str, ...] = ("cuda", "nvtx", "cublas")
@@ -65,8 +67,8 @@ class NsysOptions:
 class NsysTool(Tool):
     """Opens a range of Nsight Systems per recording, and shows stages as NVTX ranges.
 
-    The tool waits for the GPU at the begin and end of a range, so that kernels are in the range of their
-    launch.
+    The tool waits for the GPU at the begin and end of a range, so that kernels are in the range of
+    their launch.
     """
 
     name: ClassVar[str] = "nsys"
@@ -149,7 +151,9 @@ class _NsysRecording(Recording):
 
 
 class Ranges:
-    """The ranges of this process and its children, one at a time, with the numbers of Nsight Systems."""
+    """The ranges of this process and its children, one at a time,
+    with the numbers of Nsight Systems.
+    """
 
     def __init__(self) -> None:
         self._opened = 0
@@ -163,12 +167,14 @@ class Ranges:
         """
         if _OUTPUT_VARIABLE not in os.environ:
             raise ToolUnavailableError(
-                "tool 'nsys': this process was not started under Nsight Systems; create the worker with "
+                "tool 'nsys': this process was not started under Nsight Systems; create the "
+                "worker with "
                 ".options(runtime_env=nsys_runtime_env(config, role=...))"
             )
 
     def check(self, who: str) -> None:
-        """Check that Nsight Systems records another range, and that the file of ranges can be written.
+        """Check that Nsight Systems records another range, and that the file of ranges can be
+        written.
 
         Raises:
             CaptureStateError: A range is open, or Nsight Systems expects no more ranges.
@@ -176,13 +182,15 @@ class Ranges:
         """
         if self._open is not None:
             raise CaptureStateError(
-                f"{who}: a range is open in this process, for {self._open.artifact}, and Nsight Systems "
+                f"{who}: a range is open in this process, for {self._open.artifact}, and "
+                "Nsight Systems "
                 "records one range at a time; stop that capture first"
             )
         expected = int(os.environ[_RANGES_VARIABLE])
         if self._opened >= expected:
             raise CaptureStateError(
-                f"{who}: range {self._opened + 1}: Nsight Systems expected {expected} and records no "
+                f"{who}: range {self._opened + 1}: Nsight Systems expected {expected} and "
+                "records no "
                 "further ranges; set tools.nsys.ranges to the number that this process opens"
             )
         self._notes = Path(f"{os.environ[_OUTPUT_VARIABLE]}.{os.getpid()}{NOTES_SUFFIX}")
@@ -201,7 +209,9 @@ class Ranges:
         self._opened += 1
         root = self._notes.parent.parent
         name = str(folder.relative_to(root)) if folder.is_relative_to(root) else folder.name
-        self._open = NsysRange(number=self._opened, folder=name, artifact=artifact, begin_ns=clock.now_ns())
+        self._open = NsysRange(
+            number=self._opened, folder=name, artifact=artifact, begin_ns=clock.now_ns()
+        )
         self._note(self._open)
 
     def note_closed(self, artifact: Artifact, run: Path, *, keep: bool) -> Artifact:
@@ -223,7 +233,8 @@ class Ranges:
         self._open = None
         self._note(closed)
         reason = (
-            f"range {closed.number} of this process; nsys writes its report by the end of the process; "
+            f"range {closed.number} of this process; nsys writes its report by the end of "
+            "the process; "
             f"fetch it with: verl-profiling collect {run}"
         )
         return artifact.with_status("pending", reason)
@@ -256,8 +267,8 @@ def nsys_runtime_env(
 ) -> dict[str, Any]:
     """Return the Ray runtime environment that starts a worker under Nsight Systems.
 
-    ``Worker.options(runtime_env=nsys_runtime_env(config, role="actor", last_step=100)).remote(...)``. The
-    environment is empty for a role without tool ``nsys``.
+    ``Worker.options(runtime_env=nsys_runtime_env(config, role="actor",
+    last_step=100)).remote(...)``. The environment is empty for a role without tool ``nsys``.
 
     Args:
         config: The same settings as the callback's.
@@ -299,8 +310,8 @@ def nsys_runtime_env(
 def expected_ranges(role: RoleConfig, schedule: Schedule, last_step: int | None = None) -> int:
     """Return the number of ranges that a worker opens; Nsight Systems records no further ranges.
 
-    A rollout engine opens one range per step. In discrete mode, an engine opens one range per generation, and
-    one generation per step is expected.
+    A rollout engine opens one range per step. In discrete mode, an engine opens one range per
+    generation, and one generation per step is expected.
 
     Args:
         role: Settings of the worker's role.
@@ -315,9 +326,12 @@ def expected_ranges(role: RoleConfig, schedule: Schedule, last_step: int | None 
     if (last := schedule.last_step(last_step)) is None:
         raise ConfigError(
             "schedule",
-            "has no end, so the number of ranges is unknown; pass last_step, or set repeat or steps",
+            "has no end, so the number of ranges is unknown; pass last_step, or set repeat "
+            "or steps",
         )
-    captures = [captured for step in range(last + 1) if (captured := schedule.step_range(step)) is not None]
+    captures = [
+        captured for step in range(last + 1) if (captured := schedule.step_range(step)) is not None
+    ]
     if role.mode == "e2e":
         count = len({captured.first for captured in captures})
     elif role.role == ROLLOUT_ROLE:
@@ -330,5 +344,7 @@ def expected_ranges(role: RoleConfig, schedule: Schedule, last_step: int | None 
     else:
         count = len(captures) * len(role.stages)
     if not count:
-        raise ConfigError("schedule", f"captures no step up to step {last}, so nsys would record nothing")
+        raise ConfigError(
+            "schedule", f"captures no step up to step {last}, so nsys would record nothing"
+        )
     return count

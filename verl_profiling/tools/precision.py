@@ -23,7 +23,10 @@ from verl_profiling.tools.base import (
     remove_folder,
 )
 
-_NO_DATA = (b'"data": {}\n}', b"{}")  # how dump.json and construct.json end when they have no entries
+_NO_DATA = (
+    b'"data": {}\n}',
+    b"{}",
+)  # how dump.json and construct.json end when they have no entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +36,8 @@ class PrecisionOptions:
     Attributes:
         task: ``statistics``: minimum, maximum, mean and norm of every tensor. ``tensor``: the
             tensors themselves. ``structure``: the modules that ran, without values.
-        level: ``L1``: calls of torch functions; ``L0``: modules; ``mix``: both. To record modules, the worker
-            has to call :func:`watch_model`.
+        level: ``L1``: calls of torch functions; ``L0``: modules; ``mix``: both. To record modules,
+            the worker has to call :func:`watch_model`.
         only: Names of the calls or modules to record, as in msprobe's ``list``.
     """
 
@@ -44,7 +47,9 @@ class PrecisionOptions:
 
     def __post_init__(self) -> None:
         if self.task == "structure" and self.level == "L1":
-            raise ConfigError("level", "must be L0 or mix with task=structure, which records modules")
+            raise ConfigError(
+                "level", "must be L0 or mix with task=structure, which records modules"
+            )
 
     def as_config(self) -> dict[str, Any]:
         """Return the options in the form of msprobe's ``config.json``."""
@@ -69,8 +74,8 @@ class PrecisionTool(Tool):
     """Records with ``msprobe.pytorch.PrecisionDebugger``.
 
     A process has one debugger, which is configured once and wraps torch's functions permanently. So
-    the first recording creates the debugger, each start sets folder and step, and each stop restores torch's
-    functions. Between recordings, the process runs at full speed.
+    the first recording creates the debugger, each start sets folder and step, and each stop
+    restores torch's functions. Between recordings, the process runs at full speed.
     """
 
     name: ClassVar[str] = "precision"
@@ -88,7 +93,8 @@ class PrecisionTool(Tool):
         model = None if _model is None or self.options.level == "L1" else _model()
         if model is None and self.options.level != "L1":
             raise CaptureStateError(
-                f"{destination.lane}: tools.precision.level records modules, but the model is unknown; "
+                f"{destination.lane}: tools.precision.level records modules, but the model "
+                "is unknown; "
                 "call verl_profiling.tools.precision.watch_model(model) once, or set level to L1"
             )
         recording = _PrecisionRecording(_debugger(self.options, destination.lane), destination)
@@ -101,7 +107,9 @@ class _PrecisionRecording(Recording):
         self._debugger = debugger
         self._destination = destination
         self._folder = destination.path(PrecisionTool.suffix)
-        self._file = "construct.json" if debugger.service.config.task == "structure" else "dump.json"
+        self._file = (
+            "construct.json" if debugger.service.config.task == "structure" else "dump.json"
+        )
 
     def start(self, model: Any) -> None:
         """Switch msprobe on; after an exception, msprobe is off.
@@ -119,7 +127,8 @@ class _PrecisionRecording(Recording):
         except Exception as error:
             self.discard()
             raise CaptureStateError(
-                f"{self._destination.lane}: msprobe did not start: {error}; it only writes to paths of "
+                f"{self._destination.lane}: msprobe did not start: {error}; it only writes "
+                "to paths of "
                 f"letters, digits and any of _.:/- (here {self._folder})"
             ) from error
 
@@ -138,7 +147,9 @@ class _PrecisionRecording(Recording):
             remove_folder(self._folder)
 
     def _switch_off(self) -> None:
-        """Stop msprobe, and clear its remaining data, which would otherwise be in the next recording."""
+        """Stop msprobe, and clear its remaining data,
+        which would otherwise be in the next recording.
+        """
         service = self._debugger.service
         try:
             self._debugger.stop()
@@ -155,8 +166,8 @@ def _debugger(options: PrecisionOptions, lane: str) -> Any:
     """Return the debugger; the first call creates it.
 
     Raises:
-        CaptureStateError: The application has a debugger of its own, or the tool's debugger has other
-            options.
+        CaptureStateError: The application has a debugger of its own, or the tool's debugger has
+            other options.
     """
     global _made
     from msprobe.pytorch import PrecisionDebugger
@@ -164,7 +175,8 @@ def _debugger(options: PrecisionOptions, lane: str) -> Any:
     if _made is None:
         if PrecisionDebugger._instance is not None:
             raise CaptureStateError(
-                f"{lane}: the application has a PrecisionDebugger of its own, and a process can have one; "
+                f"{lane}: the application has a PrecisionDebugger of its own, and a process "
+                "can have one; "
                 "remove that one, or leave precision out of tool"
             )
         with tempfile.TemporaryDirectory() as folder:
@@ -175,7 +187,8 @@ def _debugger(options: PrecisionOptions, lane: str) -> Any:
     debugger, made_with = _made
     if made_with != options:
         raise CaptureStateError(
-            f"{lane}: this process's PrecisionDebugger was created with {made_with}, and cannot be created "
+            f"{lane}: this process's PrecisionDebugger was created with {made_with}, and "
+            "cannot be created "
             "again; give the roles that share a process the same tools.precision"
         )
     return debugger

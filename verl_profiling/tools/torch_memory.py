@@ -1,4 +1,6 @@
-"""The ``torch_memory`` tool: allocations on the accelerator, as one memory snapshot per recording."""
+"""The ``torch_memory`` tool: allocations on the accelerator,
+as one memory snapshot per recording.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,11 @@ class TorchMemoryOptions:
 
     Attributes:
         max_entries: Number of the latest allocations and frees to keep; each takes some kilobytes.
-        steps: Number of captured steps in one history, with the steps between them. Each captured step
-            has a snapshot of the history so far. In discrete mode every stage has its own history.
-        oom_folder: Folder for a snapshot of the first allocation that fails outside captures. If set, the
-            history is recorded in every step, captured or not.
+        steps: Number of captured steps in one history, with the steps between them. Each captured
+            step has a snapshot of the history so far. In discrete mode every stage has its own
+            history.
+        oom_folder: Folder for a snapshot of the first allocation that fails outside captures. If
+            set, the history is recorded in every step, captured or not.
         peaks: Record the peaks of allocated and reserved bytes of each stage. This resets torch's
             peak statistics at each stage, which changes them for other readers.
     """
@@ -139,7 +142,9 @@ class _MemoryRecording(Recording):
         self._open.remove(name)
 
     def _take_peaks(self) -> None:
-        """Read and reset torch's peaks, which count for all open stages; stages may nest and overlap."""
+        """Read and reset torch's peaks, which count for all open stages;
+        stages may nest and overlap.
+        """
         if statistics := self._memory.memory_stats_as_nested_dict():
             self._memory.reset_peak_memory_stats()
             for what in ("allocated_bytes", "reserved_bytes"):
@@ -154,7 +159,8 @@ class _History:
 
     Attributes:
         recording: The recording that gets a snapshot of a failed allocation, if any.
-        folder: Folder for the snapshot of a failed allocation outside recordings; ``None`` for no snapshot.
+        folder: Folder for the snapshot of a failed allocation outside recordings; ``None`` for no
+            snapshot.
     """
 
     def __init__(self) -> None:
@@ -164,8 +170,11 @@ class _History:
         self._covered = 0
         self._observed: _Accelerator | None = None
 
-    def begin(self, accelerator: _Accelerator, options: TorchMemoryOptions, *, covers_step: bool) -> None:
-        """Begin an empty history, unless the current history still covers this step (option ``steps``).
+    def begin(
+        self, accelerator: _Accelerator, options: TorchMemoryOptions, *, covers_step: bool
+    ) -> None:
+        """Begin an empty history, unless the current history still covers this step (option
+        ``steps``).
 
         Raises:
             CaptureStateError: The application records a history of its own.
@@ -247,6 +256,8 @@ def _accelerator() -> _Accelerator:
         names = (f"_{kind}_isHistoryEnabled", f"_{kind}_attach_out_of_memory_observer")
         return _Accelerator(device.memory, *(getattr(native, name) for name in names))
     raise ToolUnavailableError(
-        f"tool 'torch_memory' records an accelerator's allocator, and torch {torch.__version__} sees no CUDA "
-        "or ROCm device and no NPU; tool 'spans' has the process's peak resident memory after each stage"
+        "tool 'torch_memory' records an accelerator's allocator, and torch "
+        f"{torch.__version__} sees no CUDA "
+        "or ROCm device and no NPU; tool 'spans' has the process's peak resident memory "
+        "after each stage"
     )

@@ -44,8 +44,8 @@ class TorchOptions:
         activities: The recorded activities; ``None`` for all that this machine has.
         stack: Record Python stacks of every op. Costly: about three times the events.
         shapes: Record the input shapes of every op.
-        memory: Record allocations. torch then records only the thread that starts the capture, so this must
-            be the thread that trains.
+        memory: Record allocations. torch then records only the thread that starts the capture, so
+            this must be the thread that trains.
         mini_batches: Keep only a window of mini-batches; ``None`` for everything.
     """
 
@@ -57,7 +57,9 @@ class TorchOptions:
 
     def __post_init__(self) -> None:
         if self.activities is not None and not self.activities:
-            raise ConfigError("activities", "is empty; leave it out to record all activities of this machine")
+            raise ConfigError(
+                "activities", "is empty; leave it out to record all activities of this machine"
+            )
 
 
 def _event_bytes(options: TorchOptions) -> tuple[int, int]:
@@ -73,10 +75,11 @@ def _event_bytes(options: TorchOptions) -> tuple[int, int]:
 class TorchTool(Tool):
     """Records with ``torch.profiler``.
 
-    torch ties a profiler to the thread that started it: only that thread is recorded, and stopping the
-    profiler elsewhere corrupts the export. The mode ``profile_all_threads`` has neither limit, and is used if
-    torch has this mode. But the mode omits memory events, so with ``memory`` the starting thread owns the
-    recording. ``trace_only`` avoids the Python copy of every event, which a trace does not need.
+    torch ties a profiler to the thread that started it: only that thread is recorded, and stopping
+    the profiler elsewhere corrupts the export. The mode ``profile_all_threads`` has neither limit,
+    and is used if torch has this mode. But the mode omits memory events, so with ``memory`` the
+    starting thread owns the recording. ``trace_only`` avoids the Python copy of every event, which
+    a trace does not need.
     """
 
     name: ClassVar[str] = "torch"
@@ -100,7 +103,8 @@ class TorchTool(Tool):
 
         if torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
             raise CaptureStateError(
-                f"{destination.lane}: another torch profiler already records this process, and two at once "
+                f"{destination.lane}: another torch profiler already records this process, "
+                "and two at once "
                 "crash the process; stop the other one, or switch one of the two off"
             )
         window = self.options.mini_batches
@@ -113,7 +117,9 @@ class TorchTool(Tool):
             with_stack=self.options.stack,
             experimental_config=self._experimental_config(),
         )
-        profiler.preset_metadata_json("verl_profiling", msgspec.json.encode(destination.metadata).decode())
+        profiler.preset_metadata_json(
+            "verl_profiling", msgspec.json.encode(destination.metadata).decode()
+        )
         on_accelerator = activities != [torch.profiler.ProfilerActivity.CPU]
         return _TorchRecording(profiler, destination, self.options, on_accelerator)
 
@@ -136,7 +142,8 @@ class TorchTool(Tool):
         if missing := [activity.name.lower() for activity in wanted if activity not in supported]:
             have = ", ".join(sorted(activity.name.lower() for activity in supported))
             raise ToolUnavailableError(
-                f"tools.torch.activities: this torch cannot record {', '.join(missing)} here, only {have}; "
+                f"tools.torch.activities: this torch cannot record {', '.join(missing)} "
+                f"here, only {have}; "
                 "leave activities out to record all of these"
             )
         return wanted
@@ -152,10 +159,14 @@ def _experimental_options() -> frozenset[str]:
 
 
 class _ShownNames(dict[str, str]):
-    """Stage names in printable ASCII, because Kineto loses other characters, and a quote breaks its JSON."""
+    """Stage names in printable ASCII, because Kineto loses other characters,
+    and a quote breaks its JSON.
+    """
 
     def __missing__(self, name: str) -> str:
-        shown = "".join(_KINETO_TEXT.get(c) or (c if " " <= c <= "~" else f"<{ord(c):x}>") for c in name)
+        shown = "".join(
+            _KINETO_TEXT.get(c) or (c if " " <= c <= "~" else f"<{ord(c):x}>") for c in name
+        )
         return self.setdefault(name, shown)
 
 
@@ -163,8 +174,9 @@ class _ShownNames(dict[str, str]):
 class _TorchRecording(Recording):
     """A recording of torch, whose trace shows each stage as a range.
 
-    With an accelerator, the ranges are user annotations, which torch repeats above the kernels (about 1.6 us
-    each). On CPUs, the cheaper fast ranges (about 0.6 us) do. torch writes them as operators, and
+    With an accelerator, the ranges are user annotations, which torch repeats above the kernels
+    (about 1.6 us each). On CPUs, the cheaper fast ranges (about 0.6 us) do. torch writes them as
+    operators, and
     :func:`output_of_trace` rewrites those as annotations.
     """
 
@@ -188,7 +200,9 @@ class _TorchRecording(Recording):
         shown = self._shown
         if self._on_accelerator:
             enter = torch.autograd._record_function_with_args_enter
-            return Marks(lambda name: enter(shown[name]), torch.autograd._record_function_with_args_exit)
+            return Marks(
+                lambda name: enter(shown[name]), torch.autograd._record_function_with_args_exit
+            )
         fast_range = torch._C._profiler._RecordFunctionFast
 
         def begin(name: str) -> object:
@@ -202,7 +216,9 @@ class _TorchRecording(Recording):
         self._mini_batches += 1
         if self._options.mini_batches is not None and not self._is_replaced:
             self._profiler.step()
-            self._known = self._started[0]  # after its `wait` mini-batches, our profiler starts in step()
+            self._known = self._started[
+                0
+            ]  # after its `wait` mini-batches, our profiler starts in step()
 
     @property
     def _is_replaced(self) -> bool:
@@ -219,7 +235,8 @@ class _TorchRecording(Recording):
     def stop(self) -> list[Output]:
         if self._is_replaced:
             raise CaptureStateError(
-                "another torch profiler was started in this process during the capture and replaced "
+                "another torch profiler was started in this process during the capture and "
+                "replaced "
                 "the recording: only its profile is kept; switch one of the two off"
             )
         self._profiler.stop()
@@ -227,7 +244,8 @@ class _TorchRecording(Recording):
         window = self._options.mini_batches
         if window is not None and self._mini_batches < window.wait + window.warmup:
             reason = (
-                f"the mini-batch window opens after {window.wait + window.warmup} calls of capture.step(), "
+                f"the mini-batch window opens after {window.wait + window.warmup} calls of "
+                "capture.step(), "
                 f"and there were {self._mini_batches}"
             )
             return [Output(expected.with_status("empty", reason))]

@@ -28,7 +28,8 @@ _LEVEL = 1  # isal's, from 0 (fastest) to 3 (smallest)
 _PHASE = b'"ph"'
 _SPAN = b'"ph": "X"'
 _OF_A_DEVICE = (b'"cat": "kernel"', b'"cat": "gpu_')
-# Kineto synchronizes the device at the stop: with CUPTI, even an idle device has a call in the trace.
+# Kineto synchronizes the device at the stop: with CUPTI, even an idle device has a call in the
+# trace.
 _CALL = b'"cat": "cuda_runtime"'
 _LAUNCH = re.compile(rb'"cat": "cuda_(?:runtime|driver)",\s+"name": "\w*Launch')
 _TAIL_BYTES = 8192  # more than a path can be long
@@ -44,8 +45,8 @@ def output_of_trace(
 ) -> Output:
     """Move a new trace to its final name; ``finish`` of the output compresses and verifies it.
 
-    Profilers have reported success for missing or cut off files (full disk, folder without write permission),
-    so the file itself is checked.
+    Profilers have reported success for missing or cut off files (full disk, folder without write
+    permission), so the file itself is checked.
 
     Args:
         written: The file under its temporary name: JSON, or compressed JSON that ends in ``.gz``.
@@ -62,14 +63,18 @@ def output_of_trace(
     if written.suffix == ".gz":
         move_file(written, final)
         return Output(pending, lambda: _read_packed(final, pending, device))
-    unfinished = written.with_name(f"{written.name}.tmp")  # torch renames the file once it is written
+    unfinished = written.with_name(
+        f"{written.name}.tmp"
+    )  # torch renames the file once it is written
     if not written.exists() and unfinished.exists():
         unfinished.replace(written)
     tail = _tail(written)
     if not tail:
         with suppress(FileNotFoundError):
             remove_file(written)
-        reason = f"the profiler wrote no file into {final.parent} ({_why_not_writable(final.parent)})"
+        reason = (
+            f"the profiler wrote no file into {final.parent} ({_why_not_writable(final.parent)})"
+        )
         return Output(expected.with_status("failed", reason))
     raw = final.with_suffix("")
     move_file(written, raw)
@@ -145,8 +150,8 @@ def _read_packed(path: Path, pending: Artifact, device: str) -> Artifact:
 def _read_through(packed: BinaryIO, pending: Artifact, device: str) -> Artifact:
     """Read a compressed trace to its end; return its artifact with status and number of events.
 
-    torch records kernels with CUPTI, which serves one subscriber per process. If another subscriber was
-    first, torch records only the host, without an error.
+    torch records kernels with CUPTI, which serves one subscriber per process. If another subscriber
+    was first, torch records only the host, without an error.
     """
     events, spans, tail, lost, calls, launches = 0, 0, b"", device, False, False
     size = packed.seek(0, os.SEEK_END)

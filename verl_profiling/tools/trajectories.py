@@ -1,4 +1,6 @@
-"""The ``trajectories`` tool: the spans of each trajectory of a rollout, and the lag of event loops."""
+"""The ``trajectories`` tool: the spans of each trajectory of a rollout,
+and the lag of event loops.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,17 @@ class TrajectoriesOptions:
     """Options of the ``trajectories`` tool.
 
     Attributes:
-        max_spans: Maximum number of spans that a process keeps in a capture, and also of trajectories. Each
-            takes about 400 bytes of memory. Further ones are only counted and reported.
+        max_spans: Maximum number of spans that a process keeps in a capture, and also of
+            trajectories. Each takes about 400 bytes of memory. Further ones are only counted and
+            reported.
     """
 
     max_spans: Positive = 200_000
 
 
 class TrajectoriesTool(Tool):
-    """Records :func:`verl_profiling.trajectory` and :func:`verl_profiling.span`, and the lag of event loops.
+    """Records :func:`verl_profiling.trajectory` and :func:`verl_profiling.span`, and the lag of
+    event loops.
 
     The file is read by :func:`verl_profiling.trajectory_log.read_log`.
     """
@@ -73,7 +77,9 @@ class _TrajectoryRecording(Recording):
         if not log.spans_left_out + log.trajectories_left_out:
             return artifact.with_status("ok", bytes=size)
         reason = (
-            f"{log.spans_left_out:,} spans and {log.trajectories_left_out:,} trajectories after the first "
-            f"{self._log.max_spans:,} were left out; raise tools.trajectories.max_spans to keep them"
+            f"{log.spans_left_out:,} spans and {log.trajectories_left_out:,} trajectories "
+            "after the first "
+            f"{self._log.max_spans:,} were left out; raise tools.trajectories.max_spans to "
+            "keep them"
         )
         return artifact.with_status("truncated", reason, bytes=size)

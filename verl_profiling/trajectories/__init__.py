@@ -10,4 +10,12 @@ from verl_profiling.trajectories.spans import (
     trajectory_status,
 )
 
-__all__ = ["Span", "Trajectory", "count", "current_trajectory", "span", "trajectory", "trajectory_status"]
+__all__ = [
+    "Span",
+    "Trajectory",
+    "count",
+    "current_trajectory",
+    "span",
+    "trajectory",
+    "trajectory_status",
+]

@@ -1,14 +1,16 @@
-"""Event loop lag: the delay with which a loop runs a due callback, and the task that blocked the loop.
+"""Event loop lag: the delay with which a loop runs a due callback, and the task that blocked the
+loop.
 
-A callback is scheduled when a span begins or ends, and when the sampling thread sees a running task. The
-delay of the callback is the lag. While a callback is late, the thread samples the running task. So an idle
-loop costs only the samples, and any type of event loop works.
+A callback is scheduled when a span begins or ends, and when the sampling thread sees a running
+task. The delay of the callback is the lag. While a callback is late, the thread samples the running
+task. So an idle loop costs only the samples, and any type of event loop works.
 
-The sampled task counts as the blocker, never the span that scheduled the callback. If a sample is late and
-the loop's thread used the CPU for most of the time, the time counts for the task. Else it counts against the
-task: other threads held the GIL, or the process got no CPU.
+The sampled task counts as the blocker, never the span that scheduled the callback. If a sample is
+late and the loop's thread used the CPU for most of the time, the time counts for the task. Else it
+counts against the task: other threads held the GIL, or the process got no CPU.
 
-A block often begins with a span, so the last begin or end of a span since the last sample is its begin.
+A block often begins with a span, so the last begin or end of a span since the last sample is its
+begin.
 """
 
 from __future__ import annotations
@@ -103,7 +105,9 @@ class LoopLag:
         """Sample all loops every ``LOOK_S`` seconds, until measuring ends."""
         while not self._ended.wait(LOOK_S):
             for state in list(self._states.values()):
-                with suppress(RuntimeError, OSError):  # it was closed, or its thread ended, meanwhile
+                with suppress(
+                    RuntimeError, OSError
+                ):  # it was closed, or its thread ended, meanwhile
                     state.look(self._span_of)
 
 
@@ -133,13 +137,17 @@ class LoopState:
         self._samples: list[_Sample] = []
 
     def ask(self, now_ns: int, on_this_thread: bool = True) -> None:
-        """Schedule the callback that measures the lag; ``on_this_thread`` if the loop runs on this thread."""
+        """Schedule the callback that measures the lag;
+        ``on_this_thread`` if the loop runs on this thread.
+        """
         self.next_ns = _NEVER
         self._due_ns, self._samples = now_ns, []
         (self.loop.call_soon if on_this_thread else self.loop.call_soon_threadsafe)(self._answer)
 
     def look(self, span_of: Callable[[object], int]) -> None:
-        """Sample the loop's thread if the callback is due; else schedule the callback if a task runs."""
+        """Sample the loop's thread if the callback is due;
+        else schedule the callback if a task runs.
+        """
         if not self.loop.is_running():
             return
         now_ns, last_ns = clock.now_ns(), self._looked_ns
@@ -153,7 +161,9 @@ class LoopState:
             self.ask(self.span_ns if self.span_ns > last_ns else now_ns, on_this_thread=False)
 
     def _passed(self, now_ns: int) -> tuple[int, int]:
-        """Return the times since the last call that count for the running task and against it (ns)."""
+        """Return the times since the last call that count for the running task
+        and against it (ns).
+        """
         cpu_ns = time.clock_gettime_ns(self._cpu)
         since_ns, ran_ns = now_ns - self._looked_ns, cpu_ns - self._cpu_ns
         self._looked_ns, self._cpu_ns = now_ns, cpu_ns
@@ -182,12 +192,17 @@ class LoopState:
             self._lag.blocks += _blocks(self.record.id, self._due_ns, now_ns, samples, held_ns)
 
 
-def _blocks(loop: int, due_ns: int, end_ns: int, samples: list[_Sample], held_ns: int) -> Iterator[Block]:
-    """Yield the blocks between two times; samples in a row with the same task and span are one block.
+def _blocks(
+    loop: int, due_ns: int, end_ns: int, samples: list[_Sample], held_ns: int
+) -> Iterator[Block]:
+    """Yield the blocks between two times; samples in a row with the same task and span are one
+    block.
 
     ``held_ns`` is the time after the last sample in which the task could not run.
     """
-    alike = groupby(samples or [_Sample(due_ns)], lambda one: (id(one.task), one.span, bool(one.function)))
+    alike = groupby(
+        samples or [_Sample(due_ns)], lambda one: (id(one.task), one.span, bool(one.function))
+    )
     runs = [list(run) for _, run in alike]
     borders = [due_ns, *(run[0].at_ns for run in runs[1:]), end_ns]
     held = [*(run[0].held_ns for run in runs[1:]), held_ns]

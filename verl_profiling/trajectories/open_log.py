@@ -71,14 +71,17 @@ class OpenLog:
         self._threads = {thread.ident: thread.native_id for thread in threading.enumerate()}
 
     def close(self, lane: str) -> TrajectoryLog:
-        """Return the records of an ended log, and free its memory; may be called once, from any thread.
+        """Return the records of an ended log, and free its memory; may be called once, from any
+        thread.
 
         Args:
             lane: Lane of the process.
         """
         spans, self.spans = self.spans, []
         trajectories, self.trajectories = self.trajectories, []
-        numbers = {id(found): number for part in (trajectories, spans) for number, found in enumerate(part)}
+        numbers = {
+            id(found): number for part in (trajectories, spans) for number, found in enumerate(part)
+        }
         return TrajectoryLog(
             lane=lane,
             begin_ns=self._begin_ns,

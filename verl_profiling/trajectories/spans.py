@@ -102,7 +102,9 @@ class Span(msgspec.Struct, eq=False, gc=False):
                 measured.ask(begin_ns)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         if self.begin_ns and not self.end_ns:
             self.end_ns = end_ns = clock.now_ns()
             _open.pop(id(self), None)
@@ -145,16 +147,22 @@ class Trajectory(Span, gc=True):
         self.running_loop = _get_running_loop()
         return super().__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         said = self.status
         super().__exit__(kind, error, trace)
         if kind is not None and not said and self.status == FAILED:
-            lines = traceback.format_exception_only(kind, error)  # of code, the error, and its notes
+            lines = traceback.format_exception_only(
+                kind, error
+            )  # of code, the error, and its notes
             self.error = next(line for line in lines if not line.startswith(" ")).strip()
 
 
 class _Idle(Trajectory):
-    """The result of :func:`span` and :func:`trajectory` without a recording, which keeps nothing."""
+    """The result of :func:`span` and :func:`trajectory` without a recording,
+    which keeps nothing.
+    """
 
     def __enter__(self) -> Self:
         return self
@@ -170,24 +178,26 @@ class _Idle(Trajectory):
 
 
 _current: ContextVar[Span | None] = ContextVar("verl_profiling_innermost_span", default=None)
-"""The span that began last in this thread or task; after its end, the open span is one of its parents."""
+"""The span that began last in this thread or task; after its end,
+the open span is one of its parents.
+"""
 _IDLE: Final = _Idle("", "", {})
 
 
 def trajectory(group: object = "", sample: int | str | None = None, **facts: Any) -> Trajectory:
     """Return a trajectory, to be used with ``with`` or ``async with``.
 
-    ``async with trajectory(group=uid, sample=3) as t: ...``. Spans inside belong to the trajectory: in its
-    task, in tasks that it starts, and in ``asyncio.to_thread``. For an executor of your own, submit
-    ``contextvars.copy_context().run``. The status is ``failed`` after an exception and ``cancelled`` after a
-    cancellation; both propagate.
+    ``async with trajectory(group=uid, sample=3) as t: ...``. Spans inside belong to the trajectory:
+    in its task, in tasks that it starts, and in ``asyncio.to_thread``. For an executor of your own,
+    submit ``contextvars.copy_context().run``. The status is ``failed`` after an exception and
+    ``cancelled`` after a cancellation; both propagate.
 
     Args:
         group: An id that all samples of the prompt share.
         sample: Index or id of this sample.
         **facts: Numbers, texts and truth values to keep. The report uses ``validate``, ``turns``,
-            ``tool_calls``, ``prompt_tokens``, ``response_tokens``, ``reward``, and the policy versions
-            ``min_version`` and ``max_version``.
+            ``tool_calls``, ``prompt_tokens``, ``response_tokens``, ``reward``, and the policy
+            versions ``min_version`` and ``max_version``.
     """
     return Trajectory(TRAJECTORY, "", facts, group=group, sample=sample) if _kept else _IDLE
 
@@ -196,7 +206,8 @@ def span(name: str, /, request: str = "", **facts: Any) -> Span:
     """Return a named part of a trajectory or process, to be used with ``with`` or ``async with``.
 
     Args:
-        name: ``generate``, ``tool:search``, ``environment:start``, ``reward``, ``wait:queue``, or your own.
+        name: ``generate``, ``tool:search``, ``environment:start``, ``reward``, ``wait:queue``, or
+            your own.
         request: The engine's id of the awaited request.
         **facts: Numbers, texts and truth values to keep.
     """
@@ -253,12 +264,16 @@ def current_trajectory() -> Trajectory | None:
 
 
 def open_spans() -> list[Span]:
-    """Return the open trajectories and spans of this process that are kept, in any thread or task."""
+    """Return the open trajectories and spans of this process that are kept,
+    in any thread or task.
+    """
     return [*_open.values()]
 
 
 def keep_trajectories() -> None:
-    """Remember open trajectories of this process from now on, so that a later capture includes them."""
+    """Remember open trajectories of this process from now on,
+    so that a later capture includes them.
+    """
     global _kept
     _kept = True
 
@@ -308,7 +323,9 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _leave(ended: Span) -> None:
-    """Make the parent of an ended span the innermost open span, even if spans inside are still open."""
+    """Make the parent of an ended span the innermost open span,
+    even if spans inside are still open.
+    """
     node = _current.get()
     while node is not None and node is not ended:
         node = node.parent
@@ -324,7 +341,9 @@ def _tokens(facts: dict[str, Any]) -> int:
 
 
 def _status(kind: type[BaseException]) -> str:
-    """Return the status after an exception: neither a cancellation nor a closed stream is a failure."""
+    """Return the status after an exception: neither a cancellation nor
+    a closed stream is a failure.
+    """
     if issubclass(kind, asyncio.CancelledError | concurrent.futures.CancelledError):
         return "cancelled"
     return "abandoned" if issubclass(kind, GeneratorExit) else FAILED

@@ -1,10 +1,11 @@
 """Finds the rank that was last to enter the collectives of a stage, from torch's flight recorder.
 
-All ranks leave a collective together, so the durations of a stage with collectives do not show the late rank.
-torch records when each process entered each collective. The watch reads these records only while a slow stage
-has no leader.
+All ranks leave a collective together, so the durations of a stage with collectives do not show the
+late rank. torch records when each process entered each collective. The watch reads these records
+only while a slow stage has no leader.
 
-Only collectives of gloo are read: NCCL's are enqueued by the host, whose times do not show a late GPU.
+Only collectives of gloo are read: NCCL's are enqueued by the host, whose times do not show a late
+GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.step_summary import Collectives, Period, RankUse, StepSummary
 
 ASKED_STEPS, MOST_STEPS = 6, 40  # ranks begin at different times
-"""Steps whose records are read, one more than the sign ``leader`` needs; steps in which reading is tried."""
+"""Steps whose records are read, one more than the sign ``leader`` needs;
+steps in which reading is tried.
+"""
 
 MATTERS = 0.05
 """Minimum share of a step exposed as stages without a leader, for which the records are read."""
@@ -61,7 +64,8 @@ def collectives_in(steps: Sequence[Period], ahead_ns: int) -> list[Collectives]:
 
 
 def entered_collectives() -> list[tuple[str, int, int]]:
-    """Return the collectives that torch's recorder has kept: group with its size, number, and time (ns).
+    """Return the collectives that torch's recorder has kept: group with its size, number, and time
+    (ns).
 
     The list is empty if the recorder is off, or of another version.
     """
@@ -86,10 +90,11 @@ def entered_collectives() -> list[tuple[str, int, int]]:
 
 
 def with_lateness(summary: StepSummary) -> StepSummary:
-    """Return the summary with each process's lateness to collectives, by stage, in place of the collectives.
+    """Return the summary with each process's lateness to collectives, by stage, in place of the
+    collectives.
 
-    The lateness of the last process to enter is its entry minus the entry before, in the stage of its entry.
-    Only groups of all processes of a role count: another process may have been later.
+    The lateness of the last process to enter is its entry minus the entry before, in the stage of
+    its entry. Only groups of all processes of a role count: another process may have been later.
     """
     processes = summary.processes
     if not any(use.collectives for use in processes):
@@ -111,9 +116,10 @@ def with_lateness(summary: StepSummary) -> StepSummary:
 def _add_lateness(late: dict[str, Counter[str]], members: list[RankUse]) -> None:
     """Add the lateness of a role's processes to the collectives that all of them entered.
 
-    No process leaves a collective before the last one enters, so lateness adds up over collectives. If the
-    others entered the next collective before that, they did not wait, and the lateness counts once. A
-    process that begins its stage 3 s late enters its first collective 3 s late: these 3 s are not counted.
+    No process leaves a collective before the last one enters, so lateness adds up over collectives.
+    If the others entered the next collective before that, they did not wait, and the lateness
+    counts once. A process that begins its stage 3 s late enters its first collective 3 s late:
+        these 3 s are not counted.
     """
     known: list[list[int]] = []
     entered = [use.collectives or {} for use in members]
@@ -123,14 +129,18 @@ def _add_lateness(late: dict[str, Counter[str]], members: list[RankUse]) -> None
             known += [[own[group][number] for own in entered] for number in numbers]
     until_ns = counted_ns = 0
     for times in sorted(known, key=max):
-        (second_ns, second), (last_ns, last) = sorted((ns, who) for who, ns in enumerate(times))[-2:]
+        (second_ns, second), (last_ns, last) = sorted((ns, who) for who, ns in enumerate(times))[
+            -2:
+        ]
         counted_ns = counted_ns if second_ns < until_ns else 0
         late_ns = last_ns - second_ns - counted_ns
         counted_ns, before_ns, until_ns = max(counted_ns, last_ns - second_ns), until_ns, last_ns
         for name, begin_ns in _stages_at(members[last], last_ns):
             own_ns = min(late_ns, last_ns - begin_ns)
             if before_ns < begin_ns:
-                own_ns -= max(0, begin_ns - dict(_stages_at(members[second], second_ns)).get(name, begin_ns))
+                own_ns -= max(
+                    0, begin_ns - dict(_stages_at(members[second], second_ns)).get(name, begin_ns)
+                )
             late[members[last].lane][name] += max(0, own_ns)
 
 
@@ -154,7 +164,9 @@ class RecorderReading:
         self._left = self._tries = self._pause = 0
 
     def begin(self) -> None:
-        """Read the recorders in the next steps, because a stage became slow without a slowest process."""
+        """Read the recorders in the next steps,
+        because a stage became slow without a slowest process.
+        """
         self.due, self._left, self._tries = True, ASKED_STEPS, MOST_STEPS
 
     def follow(self, summary: StepSummary) -> None:
@@ -171,7 +183,10 @@ class RecorderReading:
         unled_ns = sum(
             row.exposed_ns
             for row in summary.exposed
-            if row.name and not row.leader and row.role != ROLLOUT_ROLE and many.get(row.role, 0) > 1
+            if row.name
+            and not row.leader
+            and row.role != ROLLOUT_ROLE
+            and many.get(row.role, 0) > 1
         )
         if not self._pause and unled_ns >= MATTERS * summary.duration_ns > 0:
             self.begin()

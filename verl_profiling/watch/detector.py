@@ -1,7 +1,7 @@
 """Detects anomalies in step summaries: slow steps and stages, leading processes, growing memory.
 
-Three tests: a duration against its own past, a process against its peers, and memory that grows step by step.
-The comparison with peers also finds processes that are slow from the first step.
+Three tests: a duration against its own past, a process against its peers, and memory that grows
+step by step. The comparison with peers also finds processes that are slow from the first step.
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ from verl_profiling.watch.span_past import (
 from verl_profiling.watch.suspicion import Suspicion, healthiest
 
 LONG_S, LONG = 30.0, 3.0
-"""Minimum excess of a single slow step over the median, in seconds, and as a multiple of the median."""
+"""Minimum excess of a single slow step over the median, in seconds,
+and as a multiple of the median.
+"""
 
 _STEADY = 0.5
-"""Minimum growth in the second half of the window, as a share of the first half's; less is a warm-up."""
+"""Minimum growth in the second half of the window, as a share of the first half's;
+less is a warm-up.
+"""
 
 _STEADY_LEAD, _LARGE_LEAD = 0.3, 3.0
 _BESIDE_THE_WORST = 0.1
@@ -46,9 +50,9 @@ _MOST_SPANS_NAMED = 2
 class Detector:
     """Compares the summary of every step with the summaries before it.
 
-    Captured steps are skipped, because their times include the cost of the capture. Stages that run in less
-    than half of the steps, such as a checkpoint, are subtracted from the step. Stages are compared only with
-    their own past.
+    Captured steps are skipped, because their times include the cost of the capture. Stages that run
+    in less than half of the steps, such as a checkpoint, are subtracted from the step. Stages are
+    compared only with their own past.
 
     Args:
         options: Thresholds of each sign.
@@ -91,15 +95,21 @@ class Detector:
         """Return a suspicion if the step, or one of its stages, has become slow."""
         options, times = self._options, summary.exposed_s
         self._count(times)
-        step, took = self._step, summary.seconds - sum(times.get(stage, 0.0) for stage in self._seldom)
+        step, took = (
+            self._step,
+            summary.seconds - sum(times.get(stage, 0.0) for stage in self._seldom),
+        )
         amount = step.measure(took, options.slow_step, LEAST_S)
         matters_s = max(MATTERS * step.past.usual, LEAST_S)
         every = {stage: self._stages[stage] for stage in times}
         amounts = {
-            stage: one.measure(times[stage], options.slow_stage, matters_s) for stage, one in every.items()
+            stage: one.measure(times[stage], options.slow_stage, matters_s)
+            for stage, one in every.items()
         }
         # Several roles that are slow at once may be a busy host.
-        slow_s = {stage: one.excess for stage, one in every.items() if amounts[stage] > 0 or one.score}
+        slow_s = {
+            stage: one.excess for stage, one in every.items() if amounts[stage] > 0 or one.score
+        }
         enough_s = _BESIDE_THE_WORST * max(slow_s.values(), default=0.0)
         roles = {row.role for row in summary.exposed if slow_s.get(row.name, -1.0) >= enough_s}
         among = min(max(1, len(roles)), 3)
@@ -113,13 +123,17 @@ class Detector:
         worst = max(news, key=lambda stage: every[stage].excess, default=None)
         if worst is not None and not (is_slow_step and every[worst].excess < step.excess / 2):
             where = f"stage {worst}" if worst else "the time in no stage"
-            took_what = f"step {summary.step}: {where} took {duration(every[worst].value)} of the step, "
+            took_what = (
+                f"step {summary.step}: {where} took {duration(every[worst].value)} of the step, "
+            )
             return self._suspicion("slow_stage", worst, every[worst], summary, took_what)
         return self._slow_step(usual_stages, summary)
 
     def _count(self, times: Mapping[str, float]) -> None:
         """Count the stages that run in a step; those of less than half of the steps are seldom."""
-        self._seldom |= {stage for stage in times if stage and 2 * self._often[stage] < len(self._ran)}
+        self._seldom |= {
+            stage for stage in times if stage and 2 * self._often[stage] < len(self._ran)
+        }
         if len(self._ran) == self._options.window:
             self._often.subtract(self._ran.popleft())
         self._ran.append([*times])
@@ -146,7 +160,9 @@ class Detector:
         self, sign: Sign, stage: str, series: Series, summary: StepSummary, took: str
     ) -> Suspicion:
         usual = series.past.usual
-        times = f"{series.value / usual:.1f} times the median" if usual > 0 else "and the median was 0"
+        times = (
+            f"{series.value / usual:.1f} times the median" if usual > 0 else "and the median was 0"
+        )
         found = Suspicion(
             noticed=summary.step,
             sign=sign,
@@ -156,13 +172,16 @@ class Detector:
             history=[*series.past.before, series.value],
             reason=f"{took}{times} of {len(series.past.before)} steps before",
         )
-        return found if sign == "slow_span" else self._explained(found.with_suspects(summary), summary)
+        return (
+            found if sign == "slow_span" else self._explained(found.with_suspects(summary), summary)
+        )
 
     def _leading(self, slow: Suspicion | None, summary: StepSummary) -> Suspicion | None:
-        """Return a suspicion if a process leads in a stage in five steps in a row, or in every second one.
+        """Return a suspicion if a process leads in a stage in five steps in a row, or in every
+        second one.
 
-        For a lead of three times the threshold, three steps in a row are enough. A larger lead is detected
-        again. Slow stages go first, and their suspects count as detected.
+        For a lead of three times the threshold, three steps in a row are enough. A larger lead is
+        detected again. Slow stages go first, and their suspects count as detected.
         """
         least, found = self._options.leader, slow
         if least is None:
@@ -190,14 +209,17 @@ class Detector:
                     value=shares[-1],
                     median=median(shares),
                     history=list(shares),
-                    reason=f"step {summary.step}: {lane} was in stage {stage} {longer} longer than its "
+                    reason=f"step {summary.step}: {lane} was in stage {stage} "
+                    f"{longer} longer than its "
                     f"peers ({shares[-1]:.0%} of the step), as in most recent steps",
                 ).with_suspects(summary)
                 found = msgspec.structs.replace(found, reason="; ".join([found.reason, *found.who]))
         return found
 
     def _explained(self, found: Suspicion, summary: StepSummary) -> Suspicion:
-        """Return the suspicion, with the spans in its reason that grew along with its stage, or the loop."""
+        """Return the suspicion, with the spans in its reason that grew along with its stage,
+        or the loop.
+        """
         totals = by_role(summary)
         grown = self._grown(found, totals, summary)
         named = [*grown.values()][:_MOST_SPANS_NAMED]
@@ -205,7 +227,11 @@ class Detector:
             named += self._spans.longer(totals)
             found = _by_growth(found, summary, [*grown], totals)
         own = self._stages.get("")
-        if own and not (found.stage or named) and 2e-9 * alone_ns(summary) >= own.value + own.past.usual:
+        if (
+            own
+            and not (found.stage or named)
+            and 2e-9 * alone_ns(summary) >= own.value + own.past.usual
+        ):
             named = ["meanwhile no process was in a stage, so the loop's own code took the time"]
             found = msgspec.structs.replace(found, suspects=[one.lane for one in summary.loop][:1])
         return msgspec.structs.replace(found, reason="; ".join([found.reason, *found.who, *named]))
@@ -213,22 +239,27 @@ class Detector:
     def _grown(
         self, found: Suspicion, totals: dict[SpanKey, SpanTotal], summary: StepSummary
     ) -> dict[SpanKey, str]:
-        """Return the spans that grew by at least half of the excess, of roles that worked in the stage.
+        """Return the spans that grew by at least half of the excess, of roles that worked in the
+        stage.
 
-        Roles without stages count if only engines, the loop or other roles with spans worked. A trajectory is
-        returned only if none of its spans is. In a weight sync, a generation counts only if it ran there.
+        Roles without stages count if only engines, the loop or other roles with spans worked. A
+        trajectory is returned only if none of its spans is. In a weight sync, a generation counts
+        only if it ran there.
         """
         excess_ns = (found.value - found.median) * 1e9
         working = standings(summary).get(found.stage, [])
         at_work = {lane for standing in working for lane in standing.lanes}
         ran = {name for standing in working for name in standing.ran}
         busy = [use for use in summary.processes if use.lane in at_work]
-        waits = all(use.has_spans or use in summary.loop or use.role == ROLLOUT_ROLE for use in busy)
+        waits = all(
+            use.has_spans or use in summary.loop or use.role == ROLLOUT_ROLE for use in busy
+        )
         roles = {use.role for use in (summary.processes if waits else busy)}
         grown = {
             (role, name): sentence
             for (role, name), sentence in self._spans.grown(totals, excess_ns / 2).items()
-            if role in roles and (found.stage != WEIGHT_SYNC or name in ran or name.startswith(WEIGHT_SYNC))
+            if role in roles
+            and (found.stage != WEIGHT_SYNC or name in ran or name.startswith(WEIGHT_SYNC))
         }
         return {key: grown[key] for key in grown if key[1] != TRAJECTORY} or grown
 
@@ -249,13 +280,15 @@ class Detector:
             for use in summary.workers
             if use.role == role and any(total.name == name for total in use.spans)
         ]
-        return _with_span(msgspec.structs.replace(found, span=name, everyone=lanes), summary, role, name)
+        return _with_span(
+            msgspec.structs.replace(found, span=name, everyone=lanes), summary, role, name
+        )
 
     def _growing(self, summary: StepSummary) -> Suspicion | None:
         """Return a suspicion if memory grew at every reading of a window and does not level off.
 
-        Memory is not read in every quick step; a quarter of the steps must have a reading. Growth in several
-        processes of a role is one suspicion, because they run the same code.
+        Memory is not read in every quick step; a quarter of the steps must have a reading. Growth
+        in several processes of a role is one suspicion, because they run the same code.
         """
         least, window = self._options.memory, self._options.window
         grown: list[tuple[float, RankUse]] = []
@@ -266,7 +299,12 @@ class Detector:
                 held.clear()
             held.append(size)
             first, half = held[0], held[len(held) // 2]
-            if least is None or not first or len(held) <= window or len({*held}) <= max(2, window // 4):
+            if (
+                least is None
+                or not first
+                or len(held) <= window
+                or len({*held}) <= max(2, window // 4)
+            ):
                 continue
             if size / first - 1 >= least and size - half >= _STEADY * (half - first):
                 grown.append((size / first - 1, use))
@@ -286,15 +324,20 @@ class Detector:
             value=history[-1],
             median=median(history[:-1]),
             history=list(map(float, history)),
-            reason=f"step {summary.step}: {most.lane} has {byte_size(history[-1])}, {share:.0%} more than "
+            reason=f"step {summary.step}: {most.lane} has {byte_size(history[-1])}, "
+            f"{share:.0%} more than "
             f"{window} steps before, and grew at each of the {len(history) - 1} readings since",
         )
 
 
 def _by_growth(
-    found: Suspicion, summary: StepSummary, grown: list[SpanKey], totals: Mapping[SpanKey, SpanTotal]
+    found: Suspicion,
+    summary: StepSummary,
+    grown: list[SpanKey],
+    totals: Mapping[SpanKey, SpanTotal],
 ) -> Suspicion:
-    """Return the suspicion with the processes that do the work of the grown spans as first suspects.
+    """Return the suspicion with the processes that do the work of the grown spans as first
+    suspects.
 
     Agent loops wait for the process that does the work of a span, if it has one of that name.
     """
@@ -309,10 +352,11 @@ def _by_growth(
 
 
 def _with_span(found: Suspicion, summary: StepSummary, role: str, span: str) -> Suspicion:
-    """Return the suspicion with the process of a grown span as first suspect, without the loop if it waits.
+    """Return the suspicion with the process of a grown span as first suspect, without the loop if
+    it waits.
 
-    Calls take longer in that process than in other processes of the role. An agent loop's ``generate`` and
-    whole trajectories do not count, because an agent loop waits in them.
+    Calls take longer in that process than in other processes of the role. An agent loop's
+    ``generate`` and whole trajectories do not count, because an agent loop waits in them.
     """
     took = {
         one.lane: total.duration_ns / max(total.runs, 1)

@@ -1,8 +1,10 @@
-"""Exposed time: the seconds by which each stage of the loop lengthened the step, and the slowest process.
+"""Exposed time: the seconds by which each stage of the loop lengthened the step, and the slowest
+process.
 
-The method is that of StageFrontier (arXiv 2606.06751). Each rank's durations are added up stage by stage; the
-longest sum is the frontier. The exposed time of a stage is the growth of the frontier in the stage. The
-leader is the process at the frontier; if one process calls workers, it is a worker that ran in the stage.
+The method is that of StageFrontier (arXiv 2606.06751). Each rank's durations are added up stage by
+stage; the longest sum is the frontier. The exposed time of a stage is the growth of the frontier in
+the stage. The leader is the process at the frontier; if one process calls workers, it is a worker
+that ran in the stage.
 """
 
 from __future__ import annotations
@@ -40,11 +42,12 @@ class Standing(NamedTuple):
         lanes: Lanes of the role's processes.
         durations: Nanoseconds that each process spent in the stage.
         leader: Lane of the process at the frontier; empty if unknown.
-        lead_ns: The leader's time in the stage minus the median of the others; 0 if the leader waited for the
-            others.
+        lead_ns: The leader's time in the stage minus the median of the others; 0 if the leader
+            waited for the others.
         imbalance: Longest duration over the mean of all.
         clear: Whether the others waited for the leader; also ``True`` for a single process.
-        ran: Names of the workers' own stages inside the loop's stage; empty for processes of the loop.
+        ran: Names of the workers' own stages inside the loop's stage; empty for processes of the
+            loop.
         begin_ns: Begin of the first worker stage, after the step began.
         end_ns: End of the last worker stage, after the step began.
     """
@@ -68,15 +71,18 @@ class Standing(NamedTuple):
 def exposed(
     summary: StepSummary, has_workers: bool = True, runs: StepRuns | None = None
 ) -> list[ExposedStage]:
-    """Return the exposed time of the loop's stages, in order; a last row holds the time in no stage.
+    """Return the exposed time of the loop's stages, in order; a last row holds the time in no
+    stage.
 
-    ``C_r(s)`` is the time of process ``r`` of the loop in all stages up to ``s``. The frontier ``F(s)`` is
-    the largest ``C_r(s)``, and the exposed time of ``s`` is ``F(s) - F(s-1)``. A frontier beyond the end of
-    the step is clipped, so the rows always add up to the step, to the nanosecond.
+    ``C_r(s)`` is the time of process ``r`` of the loop in all stages up to ``s``. The frontier
+    ``F(s)`` is the largest ``C_r(s)``, and the exposed time of ``s`` is ``F(s) - F(s-1)``. A
+    frontier beyond the end of the step is clipped, so the rows always add up to the step, to the
+    nanosecond.
 
     Args:
         summary: The summary of the step.
-        has_workers: Whether the loop calls workers. Then a summary without workers has no clear leader.
+        has_workers: Whether the loop calls workers. Then a summary without workers has no clear
+            leader.
         runs: The runs of the step, if computed already.
     """
     step_ns = summary.duration_ns
@@ -85,7 +91,9 @@ def exposed(
         if rows is not None:
             return rows
     rows, done_ns = [], 0
-    for name, (front_ns, [first, *_]) in _stages(summary, has_workers, runs or StepRuns(summary)).items():
+    for name, (front_ns, [first, *_]) in _stages(
+        summary, has_workers, runs or StepRuns(summary)
+    ).items():
         reached_ns = min(round(front_ns), step_ns)
         rows.append(
             ExposedStage(
@@ -110,7 +118,9 @@ def standings(summary: StepSummary) -> dict[str, list[Standing]]:
 
 
 def alone_ns(summary: StepSummary) -> float:
-    """Return the time of a step in which no process was in a stage (ns); 0 for a loop of several ranks."""
+    """Return the time of a step in which no process was in a stage (ns);
+    0 for a loop of several ranks.
+    """
     processes = summary.processes
     runs = _runs_of(processes, summary.begin_ns, [0] * len(processes), {})
     busy_ns = float(runs.within(0, summary.duration_ns).own_time().length.sum())
@@ -120,7 +130,9 @@ def alone_ns(summary: StepSummary) -> float:
 def _stages(
     summary: StepSummary, has_workers: bool, runs: StepRuns
 ) -> dict[str, tuple[float, list[Standing]]]:
-    """Return for each stage of the loop the frontier after it (ns), and the standings of its roles."""
+    """Return for each stage of the loop the frontier after it (ns),
+    and the standings of its roles.
+    """
     if not summary.loop:
         return {}
     lanes = [use.lane for use in summary.loop]
@@ -138,7 +150,9 @@ def _stages(
 
 
 def _alone(summary: StepSummary, left_ns: int, leads: bool) -> list[ExposedStage] | None:
-    """Return :func:`exposed` of a loop whose stages run once and in sequence; ``None`` for any other loop."""
+    """Return :func:`exposed` of a loop whose stages run once and in sequence;
+    ``None`` for any other loop.
+    """
     [use] = summary.loop
     found: dict[str, ExposedStage] = {}
     busy_until_ns, leader = 0, use.lane if leads else ""
@@ -151,7 +165,10 @@ def _alone(summary: StepSummary, left_ns: int, leads: bool) -> list[ExposedStage
         took_ns = min(took_ns, left_ns)
         left_ns -= took_ns
         found[name] = ExposedStage(name=name, exposed_ns=took_ns, role=use.role, leader=leader)
-    return [*found.values(), *([ExposedStage(name="", exposed_ns=left_ns, role=use.role)] if left_ns else [])]
+    return [
+        *found.values(),
+        *([ExposedStage(name="", exposed_ns=left_ns, role=use.role)] if left_ns else []),
+    ]
 
 
 class _Workers:
@@ -161,7 +178,12 @@ class _Workers:
     """
 
     def __init__(self, summary: StepSummary, loop: Runs, runs: StepRuns) -> None:
-        self._summary, self._stages, self._loop, self._runs = summary, runs.stages, loop, runs.workers
+        self._summary, self._stages, self._loop, self._runs = (
+            summary,
+            runs.stages,
+            loop,
+            runs.workers,
+        )
         self._lanes = [use.lane for use in runs.processes]
         self._roles = runs.roles
         self._borders = np.searchsorted(runs.role_of, range(len(runs.roles) + 1)).tolist()
@@ -171,25 +193,33 @@ class _Workers:
             home[(loop.begin[row] <= middle) & (middle < loop.end[row])] = loop.stage[row]
         places = home * len(self._lanes) + self._runs.who
         self._inside = self._runs._replace(who=places).at(np.argsort(places, kind="stable"))
-        # An agent loop may have sent more to an engine; without a stage, it may have kept the loop waiting.
+        # An agent loop may have sent more to an engine; without a stage, it may have kept the loop
+        # waiting.
         agents = [
-            use for use in summary.workers if use.spans and TRAJECTORY in [one.name for one in use.spans]
+            use
+            for use in summary.workers
+            if use.spans and TRAJECTORY in [one.name for one in use.spans]
         ]
         hidden = any(not use.stages for use in agents)
         self._unclear = {summary.loop[0].role} if hidden else set()
-        if hidden or (agents and any(use.has_spans for use in summary.workers if use.role == ROLLOUT_ROLE)):
+        if hidden or (
+            agents and any(use.has_spans for use in summary.workers if use.role == ROLLOUT_ROLE)
+        ):
             self._unclear.add(ROLLOUT_ROLE)
 
     def standings(self, stage: int, own: Standing) -> list[Standing]:
-        """Return the standings of roles in a stage of the loop; first the role that the loop waited for.
+        """Return the standings of roles in a stage of the loop; first the role that the loop waited
+        for.
 
-        A ``wait:`` stage counts all runs that overlap it. Any other stage counts the runs whose middle lies
-        in it; without such runs, the runs that began before the stage and ended in it. Without any run, the
-        loop itself worked.
+        A ``wait:`` stage counts all runs that overlap it. Any other stage counts the runs whose
+        middle lies in it; without such runs, the runs that began before the stage and ended in it.
+        Without any run, the loop itself worked.
         """
         name = list(self._stages)[stage]
         works = (
-            [] if (is_wait := name.startswith(WAIT)) else self._works(self._inside, stage * len(self._lanes))
+            []
+            if (is_wait := name.startswith(WAIT))
+            else self._works(self._inside, stage * len(self._lanes))
         )
         if not works:
             loop, runs, parts = self._loop.at(self._loop.stage == stage), self._under_way, []
@@ -197,7 +227,11 @@ class _Workers:
                 ended = (runs.begin < begin) & (runs.end <= end + TIED * (end - begin))
                 parts.append(runs.at(ended | is_wait).within(begin, end))
             works = self._works(_joined(parts).own_time(), 0)
-        found = _by_weight(name, self._loop.length[self._loop.stage == stage], works) if works else [own]
+        found = (
+            _by_weight(name, self._loop.length[self._loop.stage == stage], works)
+            if works
+            else [own]
+        )
         return [
             one._replace(leader="", lead_ns=0, clear=False) if one.role in self._unclear else one
             for one in found
@@ -220,7 +254,9 @@ class _Workers:
         """
         works, names = [], list(self._stages)
         rows = np.searchsorted(runs.who, [least + one for one in self._borders]).tolist()
-        for number, (role, (begin, end)) in enumerate(zip(self._roles, pairwise(rows), strict=True)):
+        for number, (role, (begin, end)) in enumerate(
+            zip(self._roles, pairwise(rows), strict=True)
+        ):
             if begin == end:
                 continue
             first, last = self._borders[number : number + 2]
@@ -234,15 +270,18 @@ class _Workers:
                 key=lambda one: (one.lead_ns if one.lead_ns > tied_ns else 0, one.durations.max()),
             )
             begin_ns, end_ns, ran = float(mine.begin.min()), float(mine.end.max()), tuple(stages)
-            works.append(standing._replace(durations=totals, ran=ran, begin_ns=begin_ns, end_ns=end_ns))
+            works.append(
+                standing._replace(durations=totals, ran=ran, begin_ns=begin_ns, end_ns=end_ns)
+            )
         return works
 
 
 def _by_weight(name: str, loop_ns: _Floats, works: list[Standing]) -> list[Standing]:
-    """Return the standings of roles in a stage of the loop; first the role that the loop waited for.
+    """Return the standings of roles in a stage of the loop; first the role that the loop waited
+    for.
 
-    If a role ran a stage of the same name, other roles are left out. The role that worked longest comes
-    first; of concurrent roles, the role that ended last.
+    If a role ran a stage of the same name, other roles are left out. The role that worked longest
+    comes first; of concurrent roles, the role that ended last.
     """
     works = [work for work in works if name in work.ran] or works
     slack_ns = TIED * float(loop_ns.sum())
@@ -255,16 +294,19 @@ def _by_weight(name: str, loop_ns: _Floats, works: list[Standing]) -> list[Stand
     ]
     if beside:
         first = max([first, *beside], key=lambda work: work.end_ns)
-    others = sorted((work for work in works if work is not first), key=lambda work: -work.durations.max())
+    others = sorted(
+        (work for work in works if work is not first), key=lambda work: -work.durations.max()
+    )
     return [first._replace(clear=first.clear and not beside), *others]
 
 
 def _frontier(role: str, lanes: Sequence[str], runs: Runs) -> Iterator[tuple[int, float, Standing]]:
-    """Yield the index of each stage, the frontier after the stage (ns), and the standing of the processes.
+    """Yield the index of each stage, the frontier after the stage (ns), and the standing of the
+    processes.
 
-    All ranks leave a collective together, and the rank that arrives first spends the most time in it. So a
-    rank whose stage ends together with the others' does not lead. The last rank to enter leads, if known.
-    Engines have no collectives.
+    All ranks leave a collective together, and the rank that arrives first spends the most time in
+    it. So a rank whose stage ends together with the others' does not lead. The last rank to enter
+    leads, if known. Engines have no collectives.
 
     Args:
         role: Role of the processes.
@@ -330,7 +372,8 @@ def _median(values: Sequence[float] | _Floats) -> float:
 
 
 class Runs(NamedTuple):
-    """Runs of stages, as columns: index of the process and of the stage, begin, end, time spent (ns).
+    """Runs of stages, as columns: index of the process and of the stage, begin, end, time spent
+    (ns).
 
     ``late`` is the process's total lateness to the collectives in the stage (ns).
     """
@@ -413,7 +456,9 @@ def _joined(parts: Sequence[Runs]) -> Runs:
     return Runs(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def _runs_of(uses: Sequence[RankUse], origin_ns: int, numbers: Sequence[int], stages: dict[str, int]) -> Runs:
+def _runs_of(
+    uses: Sequence[RankUse], origin_ns: int, numbers: Sequence[int], stages: dict[str, int]
+) -> Runs:
     """Return the stage runs of processes, in nanoseconds after ``origin_ns``.
 
     Args:
@@ -422,16 +467,22 @@ def _runs_of(uses: Sequence[RankUse], origin_ns: int, numbers: Sequence[int], st
         numbers: Index of each process in the table.
         stages: Index of each stage, by name; new names are added.
     """
-    kinds, kind = numbered([use.stages for use in uses])  # most processes of a role have the same stages
+    kinds, kind = numbered(
+        [use.stages for use in uses]
+    )  # most processes of a role have the same stages
     names = [names.split("\n") for names in kinds]
     first = np.cumsum([0, *map(len, names)])[kind]
-    index = np.array([stages.setdefault(name, len(stages)) for name in chain(*names)], dtype=np.int64)
+    index = np.array(
+        [stages.setdefault(name, len(stages)) for name in chain(*names)], dtype=np.int64
+    )
     runs = [use.runs for use in uses]
     rows = np.frombuffer(b"".join(runs), np.int64).reshape(-1, 4)
     at = np.repeat(np.arange(len(uses)), np.fromiter(map(len, runs), np.int64, len(uses)) // 32)
     who, stage = np.array(numbers, dtype=np.int64)[at], index[first[at] + rows[:, 0]]
     begin, end = (rows[:, 1:3] - origin_ns).T.astype(float)
     late = np.zeros((len(uses), len(stages)))
-    for number, late_ns in [(number, use.late_ns) for number, use in enumerate(uses) if use.late_ns]:
+    for number, late_ns in [
+        (number, use.late_ns) for number, use in enumerate(uses) if use.late_ns
+    ]:
         late[number, [stages[name] for name in late_ns]] = [*late_ns.values()]
     return Runs(who, stage, begin, end, rows[:, 3].astype(float), late[at, stage])

@@ -1,8 +1,9 @@
-"""The open work of a process in a hang: stages, spans, collectives and Python stacks; and the kinds of hang.
+"""The open work of a process in a hang: stages, spans, collectives and Python stacks; and the kinds
+of hang.
 
 A busy process answers no call. So each process has a thread, until training ends, that writes
-``hangs/<lane>.json`` while the file of the loop is there. Hooks do nothing for it: the thread reads what the
-watch keeps anyway.
+``hangs/<lane>.json`` while the file of the loop is there. Hooks do nothing for it: the thread reads
+what the watch keeps anyway.
 """
 
 from __future__ import annotations
@@ -126,14 +127,20 @@ class HangReporter:
     """
 
     def __init__(
-        self, reports: tuple[str, float], lane: str, role: str, sums: Callable[[], Iterable[StageSums]]
+        self,
+        reports: tuple[str, float],
+        lane: str,
+        role: str,
+        sums: Callable[[], Iterable[StageSums]],
     ) -> None:
         self.reports, self._lane, self._role, self._sums = reports, lane, role, sums
         self._loop, self.ended = asyncio._get_running_loop(), threading.Event()
         self._tokens: tuple[list[object], int] = [], 0
 
     def report(self, ended: threading.Event) -> None:
-        """Write the file of this process whenever the loop's file is there; at the end, look once more."""
+        """Write the file of this process whenever the loop's file is there; at the end,
+        look once more.
+        """
         path, written_ns, is_last = Path(self.reports[0], f"{self._lane}.json"), 0, False
         try:
             while not is_last:
@@ -146,7 +153,9 @@ class HangReporter:
                     remove_file(path)
                 written_ns = asked_ns
         except Exception as error:
-            logger.warning("watch: hangs of %s are not reported: %s", self._lane, error, exc_info=error)
+            logger.warning(
+                "watch: hangs of %s are not reported: %s", self._lane, error, exc_info=error
+            )
 
     def last_ns(self) -> int:
         """Return when a stage or span began or ended last, or when a new token was seen first."""
@@ -161,7 +170,9 @@ class HangReporter:
 
     def stages(self) -> list[tuple[int, str]]:
         """Return the open outermost stages with their begin (unix ns), in order."""
-        return sorted((one.begin_ns, one.name) for sums in self._sums() for one in [*sums.open.values()])
+        return sorted(
+            (one.begin_ns, one.name) for sums in self._sums() for one in [*sums.open.values()]
+        )
 
     def state(self, asked_ns: int) -> ProcessState:
         """Return the state of this process; ``asked_ns`` is the time of the loop's file."""
@@ -172,9 +183,13 @@ class HangReporter:
             for ident, top in sorted(sys._current_frames().items(), key=lambda one: one[0] != main)
             if ident != here
         }
-        coroutines = [one for one in stacks.values() if any(at.f_code.co_flags & CO_COROUTINE for at in one)]
+        coroutines = [
+            one for one in stacks.values() if any(at.f_code.co_flags & CO_COROUTINE for at in one)
+        ]
         found = ((stack, frame) for stack in (*coroutines, *stacks.values()) for frame in stack)
-        stack, code = next(((stack, _place(frame)) for stack, frame in found if _is_user(frame)), ([], ""))
+        stack, code = next(
+            ((stack, _place(frame)) for stack, frame in found if _is_user(frame)), ([], "")
+        )
         files = [frame.f_code.co_filename for frame in stack]
         in_collective = any(name.endswith(_COLLECTIVES) for name in files)
         return ProcessState(
@@ -184,9 +199,15 @@ class HangReporter:
             asked_ns=asked_ns,
             quiet_s=(now_ns - self.last_ns()) / 1e9,
             stages=[OpenPart(name, (now_ns - begin_ns) / 1e9) for begin_ns, name in self.stages()],
-            spans=sorted(_innermost(now_ns), key=lambda part: (part.waits, -part.open_s))[:_MOST_PARTS],
+            spans=sorted(_innermost(now_ns), key=lambda part: (part.waits, -part.open_s))[
+                :_MOST_PARTS
+            ],
             code=code,
-            calls="collective" if in_collective else "ray" if any("/ray/" in name for name in files) else "",
+            calls="collective"
+            if in_collective
+            else "ray"
+            if any("/ray/" in name for name in files)
+            else "",
             in_coroutine=bool(coroutines),
             collectives={group: number for group, number, _ in entered_collectives()},
             threads={name: [*map(_place, stack)] for name, stack in stacks.items()},
@@ -195,11 +216,17 @@ class HangReporter:
         )
 
     def _tasks(self) -> Iterator[tuple[str, list[str]]]:
-        loops = {self._loop, *(getattr(span.trajectory, "running_loop", None) for span in open_spans())}
+        loops = {
+            self._loop,
+            *(getattr(span.trajectory, "running_loop", None) for span in open_spans()),
+        }
         with suppress(RuntimeError):  # tasks end meanwhile
             for loop in loops - {None}:
                 for task in [*asyncio.all_tasks(loop)][:_MOST_TASKS]:
-                    yield task.get_name(), [*map(_place, islice(_awaited(task.get_coro()), _MOST_PARTS))]
+                    yield (
+                        task.get_name(),
+                        [*map(_place, islice(_awaited(task.get_coro()), _MOST_PARTS))],
+                    )
 
 
 def in_background(function: Callable[[], None]) -> threading.Thread | None:
@@ -212,11 +239,15 @@ def in_background(function: Callable[[], None]) -> threading.Thread | None:
 
 
 def _stopped_child() -> str:
-    """Return a clause on a process, started by this one or its children, that a signal has stopped."""
+    """Return a clause on a process, started by this one or its children,
+    that a signal has stopped.
+    """
     own, found = str(os.getpid()), {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            name, _, fields = path.read_text(errors="replace").rpartition(")")  # names are cut at 15 bytes
+            name, _, fields = path.read_text(errors="replace").rpartition(
+                ")"
+            )  # names are cut at 15 bytes
             found[path.parent.name] = (name.partition("(")[2], *fields.split()[:2])
     for pid, (name, status, parent) in found.items():
         for _ in found:  # a pid may be used again meanwhile, so that parents form a ring
@@ -236,7 +267,9 @@ def _innermost(now_ns: int) -> Iterator[OpenPart]:
         if id(span) not in around:
             whole = span.trajectory
             name = f"{whole.group}, sample {whole.sample}" if whole is not None else ""
-            known = [(fact, value) for fact, value in [*span.facts.items()] if isinstance(value, _PLAIN)]
+            known = [
+                (fact, value) for fact, value in [*span.facts.items()] if isinstance(value, _PLAIN)
+            ]
             facts = {str(fact): str(value)[:99] for fact, value in known[:_MOST_FACTS]}
             yield OpenPart(str(span.name), (now_ns - span.begin_ns) / 1e9, name, facts)
 
@@ -245,13 +278,20 @@ def _awaited(coroutine: Any) -> Iterator[FrameType]:
     """Yield the frames of a coroutine and of what it awaits, from outside to inside."""
     while coroutine is not None:
         yield from filter(None, [getattr(coroutine, "cr_frame", None)])
-        inside = filter(iscoroutine, gc.get_referents(coroutine))  # of Ray's, which are no Python code
+        inside = filter(
+            iscoroutine, gc.get_referents(coroutine)
+        )  # of Ray's, which are no Python code
         coroutine = getattr(coroutine, "cr_await", None) or next(inside, None)
 
 
 def _is_user(frame: FrameType) -> bool:
-    module, file = str(frame.f_globals.get("__name__", "")).partition(".")[0], frame.f_code.co_filename
-    is_made = file.startswith("<") and module != "__main__"  # by a library, such as methods of a dataclass
+    module, file = (
+        str(frame.f_globals.get("__name__", "")).partition(".")[0],
+        frame.f_code.co_filename,
+    )
+    is_made = (
+        file.startswith("<") and module != "__main__"
+    )  # by a library, such as methods of a dataclass
     return not is_made and module not in _LIBRARIES and not file.endswith(_STARTS_ACTORS)
 
 
@@ -262,8 +302,8 @@ def _place(frame: FrameType) -> str:
 class _Kind(IntEnum):
     """The kinds of hang, that of the process to report first.
 
-    A process that cannot answer comes first, then one whose open part no other process explains. The chain
-    is loop, worker or agent loop, engine, tool or collective.
+    A process that cannot answer comes first, then one whose open part no other process explains.
+    The chain is loop, worker or agent loop, engine, tool or collective.
     """
 
     DEAD_OR_STOPPED = 0
@@ -281,7 +321,8 @@ class _Kind(IntEnum):
 
 
 def culprit(everyone: Sequence[ProcessState], stage: str) -> tuple[str, str, list[str]]:
-    """Return the lane that is waited for, a clause on what it is in, and others that are in a stage or span.
+    """Return the lane that is waited for, a clause on what it is in, and others that are in a stage
+    or span.
 
     Args:
         everyone: The loop's process, and the others.
@@ -293,7 +334,9 @@ def culprit(everyone: Sequence[ProcessState], stage: str) -> tuple[str, str, lis
     return lane, reason, [f"{one.lane} in {_named(one)}" for one in others][:8]
 
 
-def silent(lane: str, role: str, process: ProcessId | WorkerIdentity, seen: set[str]) -> ProcessState:
+def silent(
+    lane: str, role: str, process: ProcessId | WorkerIdentity, seen: set[str]
+) -> ProcessState:
     """Return the state of a process that neither answers nor writes, with the reason.
 
     Args:
@@ -307,17 +350,24 @@ def silent(lane: str, role: str, process: ProcessId | WorkerIdentity, seen: set[
             text = Path(f"/proc/{process.pid}/stat").read_text(errors="replace")
             status = text.rpartition(")")[2].split()[0]
             if status in f"{_STOPPED}ZX":
-                problem = f"is {'dead' if status in 'ZX' else 'stopped by a signal'} (pid {process.pid})"
+                problem = (
+                    f"is {'dead' if status in 'ZX' else 'stopped by a signal'} (pid {process.pid})"
+                )
                 return ProcessState(lane, role, problem=problem, distance=_Kind.DEAD_OR_STOPPED)
     is_seen = process.clock_domain in (*seen, clock.domain())
     unseen = "" if is_seen else ", nor does any process of its host"
     problem = f"answers nothing, and writes no file{unseen} (pid {process.pid} on {process.host})"
     return ProcessState(
-        lane, role, problem=problem, distance=_Kind.WRITES_NOTHING if is_seen else _Kind.HOST_IS_UNKNOWN
+        lane,
+        role,
+        problem=problem,
+        distance=_Kind.WRITES_NOTHING if is_seen else _Kind.HOST_IS_UNKNOWN,
     )
 
 
-def _reason(state: ProcessState, everyone: Sequence[ProcessState], stage: str) -> tuple[int, float, str]:
+def _reason(
+    state: ProcessState, everyone: Sequence[ProcessState], stage: str
+) -> tuple[int, float, str]:
     """Return the kind of hang of a process, its time in its open part (s, negative), and a clause.
 
     Args:
@@ -327,15 +377,21 @@ def _reason(state: ProcessState, everyone: Sequence[ProcessState], stage: str) -
     """
     loop, *others = everyone
     names = {part.name for one in others if one.role != state.role for part in one.stages}
-    spans = [span for span in state.spans if span.name not in names]  # an engine's stage explains a generate
-    spans.sort(key=lambda span: (span.waits, not span.trajectory, span.name == TRAJECTORY, -span.open_s))
+    spans = [
+        span for span in state.spans if span.name not in names
+    ]  # an engine's stage explains a generate
+    spans.sort(
+        key=lambda span: (span.waits, not span.trajectory, span.name == TRAJECTORY, -span.open_s)
+    )
     opened = spans or state.spans or state.stages[-1:]
     longest_s, what = opened[0].open_s if opened else 0.0, f"is in {_named(state, opened)}"
     if state.problem:
         return state.distance, 0.0, state.problem
     if state.in_coroutine and not state.answers:
         # No span begins while the event loop is blocked, so the latest one is in the way.
-        blocks = f"blocks its event loop at {state.code}; it is in {_named(state, state.spans[-1:])}"
+        blocks = (
+            f"blocks its event loop at {state.code}; it is in {_named(state, state.spans[-1:])}"
+        )
         return _Kind.BLOCKS_ITS_EVENT_LOOP, -longest_s, blocks
     if _is_late([one for one in everyone if one.role == state.role], state):
         clause = f"{what}, and has not entered the collective of the others"
@@ -360,7 +416,9 @@ def _reason(state: ProcessState, everyone: Sequence[ProcessState], stage: str) -
 
 def _is_late(peers: Sequence[ProcessState], state: ProcessState) -> bool:
     """Return whether a process has not entered a collective that others of its role are in."""
-    for group in {group for one in peers for group in one.collectives if group.endswith(f" {len(peers)}")}:
+    for group in {
+        group for one in peers for group in one.collectives if group.endswith(f" {len(peers)}")
+    }:
         entered = [one.collectives.get(group, 0) for one in peers]
         if min(entered) < max(entered):
             return state.collectives.get(group, 0) < max(entered)

@@ -37,35 +37,47 @@ def made_in(summary: StepSummary) -> tuple[int, int]:
     Without trajectories, the first number is of engine requests.
     """
     spans = [(use.role, one) for use in summary.processes for one in use.spans]
-    requests = sum(one.runs for role, one in spans if role == ROLLOUT_ROLE and one.name == _GENERATE)
+    requests = sum(
+        one.runs for role, one in spans if role == ROLLOUT_ROLE and one.name == _GENERATE
+    )
     made = [one for _, one in spans if one.name == TRAJECTORY]
     return sum(one.runs for one in made) or requests, sum(one.tokens for one in made)
 
 
-def idle_of(summary: StepSummary, has_workers: bool, runs: StepRuns) -> tuple[Idle | None, Idle | None]:
+def idle_of(
+    summary: StepSummary, has_workers: bool, runs: StepRuns
+) -> tuple[Idle | None, Idle | None]:
     """Return the idle time of training and of the rollout in a step; ``None`` if unknown.
 
-    Training are the workers with a training role, or else the loop. The rollout are the replicas, else the
-    training processes that generate, else the loop's stage ``rollout``. Roles without stages are left out.
-    A replica that receives weights does not generate, so this time is idle.
+    Training are the workers with a training role, or else the loop. The rollout are the replicas,
+    else the training processes that generate, else the loop's stage ``rollout``. Roles without
+    stages are left out. A replica that receives weights does not generate, so this time is idle.
 
     Args:
         summary: The summary of the step, with its exposed times.
-        has_workers: Whether the loop calls workers. Then the idle time is unknown without the workers'
-            replies.
+        has_workers: Whether the loop calls workers. Then the idle time is unknown without the
+            workers' replies.
         runs: The runs of the step.
     """
     step_ns = summary.duration_ns
-    is_unread = has_workers and not summary.workers and [use.role for use in summary.loop] == ["controller"]
+    is_unread = (
+        has_workers and not summary.workers and [use.role for use in summary.loop] == ["controller"]
+    )
     if is_unread or not (summary.loop and step_ns):
         return None, None
     if len(summary.loop) == 1 and not summary.workers and not summary.beside:
         return _alone(summary)
     loop, workers = runs.loop, runs.workers
-    roles, role_of, in_loop = runs.roles, runs.role_of, numbered([use.role for use in summary.loop])[1]
+    roles, role_of, in_loop = (
+        runs.roles,
+        runs.role_of,
+        numbered([use.role for use in summary.loop])[1],
+    )
     trains = np.array([role not in _NOT_TRAINING for role in roles], dtype=bool)[role_of]
     is_engine = np.array([role == ROLLOUT_ROLE for role in roles], dtype=bool)[role_of]
-    of_training, own = (role_of, workers.at(trains[workers.who])) if trains.any() else (in_loop, loop)
+    of_training, own = (
+        (role_of, workers.at(trains[workers.who])) if trains.any() else (in_loop, loop)
+    )
     wait = [name for name in runs.stages if name.startswith(WAIT)]
     works = own.at(~runs.named(own, ROLLOUT, _GENERATE, *wait)).own_time()
     of_rollout, made = role_of, workers.at(is_engine[workers.who])
@@ -98,7 +110,11 @@ def _by_name(runs: StepRuns, rows: Runs) -> Iterator[tuple[str, str, list[tuple[
     names = list(runs.stages)
     for stage in sorted({*rows.stage.tolist()}):
         those, name = rows.stage == stage, names[stage].removeprefix(WAIT)
-        yield names[stage], ROLLOUT if name == _GENERATE else name, _union(rows.begin[those], rows.end[those])
+        yield (
+            names[stage],
+            ROLLOUT if name == _GENERATE else name,
+            _union(rows.begin[those], rows.end[those]),
+        )
 
 
 def _idle(role_of: _Whole, busy: Runs, causes: Sequence[_Cause], step_ns: int) -> Idle | None:
@@ -120,7 +136,10 @@ def _idle(role_of: _Whole, busy: Runs, causes: Sequence[_Cause], step_ns: int) -
     for number, *period in periods:
         first, last = (bisect_left(cuts, time) for time in period)
         cause_of[first:last] = [number] * (last - first)
-    at, weight = np.array(cuts), np.minimum(busy.length / np.maximum(busy.end - busy.begin, 1.0), 1.0)
+    at, weight = (
+        np.array(cuts),
+        np.minimum(busy.length / np.maximum(busy.end - busy.begin, 1.0), 1.0),
+    )
     open_ns = _since(busy.begin, weight, at) - _since(busy.end, weight, at)
     idle = np.diff(at - open_ns / processes) / step_ns
     names = ["", *(name for name, _ in causes)]
@@ -128,7 +147,9 @@ def _idle(role_of: _Whole, busy: Runs, causes: Sequence[_Cause], step_ns: int) -
 
 
 def _alone(summary: StepSummary) -> tuple[Idle | None, Idle | None]:
-    """Return the same of a loop without workers, from its exposed times, which takes a tenth of the time."""
+    """Return the same of a loop without workers, from its exposed times,
+    which takes a tenth of the time.
+    """
     trainer, rollout, step_ns = [("", 0.0)], [("", 0.0)], summary.duration_ns
     trains = generates = False
     for row in summary.exposed:
@@ -151,7 +172,9 @@ def _largest(parts: Iterable[tuple[str, float]]) -> Idle:
     for name, share in parts:
         shares[name] = shares.get(name, 0.0) + share
     cause = max(shares, key=shares.__getitem__)
-    total, most = (round(1e4 * max(0.0, share)) / 1e4 for share in (sum(shares.values()), shares[cause]))
+    total, most = (
+        round(1e4 * max(0.0, share)) / 1e4 for share in (sum(shares.values()), shares[cause])
+    )
     return Idle(total, cause, most)
 
 

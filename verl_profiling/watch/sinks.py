@@ -1,7 +1,8 @@
-"""Writes the step summaries of the watch into the run's folder: ``watch.jsonl``, and TensorBoard's file.
+"""Writes the step summaries of the watch into the run's folder: ``watch.jsonl``, and TensorBoard's
+file.
 
-``watch.jsonl`` has one line per step. A file that is full is renamed, and only the newest renamed one is
-kept. Trackers get a summary as named numbers.
+``watch.jsonl`` has one line per step. A file that is full is renamed, and only the newest renamed
+one is kept. Trackers get a summary as named numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _IN_NO_STAGE = "in_no_stage"
 def values_of(summary: StepSummary) -> dict[str, float]:
     """Return a step's duration, exposed time and leader by stage, memory by role, and span totals.
 
-    A stage without a clear leader has no ``leader_rank``, because a slowest rank by chance means nothing.
+    A stage without a clear leader has no ``leader_rank``, because a slowest rank by chance means
+    nothing.
     """
     ranks = {process.lane: process.rank for process in summary.processes}
     values = {f"{PREFIX}step_s": summary.seconds}
@@ -63,8 +65,8 @@ def values_of(summary: StepSummary) -> dict[str, float]:
 class WatchLog:
     """The watch's log of a run; call it with the summary of each step.
 
-    The file is closed after each line, so that readers on other hosts see it. Write errors are logged once
-    and never reach the training loop; the next step is written again.
+    The file is closed after each line, so that readers on other hosts see it. Write errors are
+    logged once and never reach the training loop; the next step is written again.
 
     Args:
         folder: The run's folder.
@@ -78,7 +80,9 @@ class WatchLog:
         self._complained = False
 
     def __call__(self, summary: StepSummary) -> None:
-        """Log the summary of a step, without the stages of single processes; any thread may do so."""
+        """Log the summary of a step, without the stages of single processes;
+        any thread may do so.
+        """
         without = msgspec.structs.replace(summary, loop=[], workers=[], earlier=[], beside=())
         line = msgspec.json.encode(without) + b"\n"
         with self._lock:
@@ -95,7 +99,9 @@ class WatchLog:
                         file.write(line)
             except OSError as error:
                 if not self._complained:
-                    logger.warning("the log of the watch cannot be written: %s: %s", self._path, error)
+                    logger.warning(
+                        "the log of the watch cannot be written: %s: %s", self._path, error
+                    )
                 self._complained = True
 
 

@@ -21,7 +21,9 @@ NEWS = 1.25
 """Ratio of a duration or lead to the known one from which it is worth a mention."""
 
 _OF_A_STAGE = 0.4
-"""Evidence of a span relative to that of a stage: few calls with long tails have means that vary."""
+"""Evidence of a span relative to that of a stage:
+few calls with long tails have means that vary.
+"""
 
 GENERATE = "generate"
 
@@ -72,9 +74,16 @@ class SpanPast:
         rows = []
         for key, total in totals.items():
             past = self._past_of(key)
-            usual_ns, runs = median(one.duration_ns for one in past), median(one.runs for one in past)
+            usual_ns, runs = (
+                median(one.duration_ns for one in past),
+                median(one.runs for one in past),
+            )
             more_ns = total.duration_ns - usual_ns
-            if more_ns >= enough_ns and total.duration_ns > NEWS * usual_ns and not key[1].startswith(WAIT):
+            if (
+                more_ns >= enough_ns
+                and total.duration_ns > NEWS * usual_ns
+                and not key[1].startswith(WAIT)
+            ):
                 sentence = (
                     f"{key[1]} of {key[0]} took {duration(total.seconds)} in {calls(total.runs)}, "
                     f"usually {duration(usual_ns / 1e9)} in {calls(runs)}"
@@ -99,7 +108,9 @@ class SpanPast:
 
 
 def is_wait(name: str) -> bool:
-    """Return whether spans of this name wait for others, are no work of their own, or part of a stage."""
+    """Return whether spans of this name wait for others, are no work of their own,
+    or part of a stage.
+    """
     return name in (TRAJECTORY, GC, OTHERS) or name.startswith((WAIT, f"{WEIGHT_SYNC}/"))
 
 

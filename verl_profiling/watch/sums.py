@@ -30,7 +30,9 @@ MOST_PERIODS = 16
 """Maximum number of periods of a stage in a step; further runs extend the last period."""
 
 MOST_NAMES = 256
-"""Maximum number of names, of stages in a step and of spans; further names are summed as ``OTHERS``."""
+"""Maximum number of names, of stages in a step and of spans;
+further names are summed as ``OTHERS``.
+"""
 
 MOST_SLICES = 512
 """Maximum number of time slices of span sums; at this number, neighbours are merged."""
@@ -39,7 +41,9 @@ LONG_NS = 20_000_000
 """After a stage of this length or longer, memory is always read."""
 
 PAUSE_NS = 50_000_000
-"""Least time between memory readings after short stages of one name; ten times as long for other names."""
+"""Least time between memory readings after short stages of one name;
+ten times as long for other names.
+"""
 
 _DEVICES = ("cuda", "npu")
 _LONGEST_NAME = 200
@@ -47,7 +51,9 @@ _SHORTEST_SLICE_NS = 20_000_000
 _TOUCHING_NS = 1_000_000
 _SLACK_NS = 50_000_000
 _SMALL_PART = 100
-"""Least part of a stage in a step: 1/100 of the stage if it has ended, 1/100 of the step if it is open."""
+"""Least part of a stage in a step: 1/100 of the stage if it has ended,
+1/100 of the step if it is open.
+"""
 
 NO_LOOKS = ("", 0.0)
 """With this value, a process no longer looks for the loop's file of a hang."""
@@ -60,9 +66,11 @@ class WatchQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         steps: Begin and end of each step, on the clock of the loop's process.
-        offsets_ns: Measured clock offsets by clock domain: the domain's clock minus the loop's clock.
+        offsets_ns: Measured clock offsets by clock domain: the domain's clock minus the loop's
+            clock.
         collectives: Whether the collectives that the process entered are requested, too.
-        hangs: Folder of the files of hangs, and the pause between two looks for the loop's file there (s);
+        hangs: Folder of the files of hangs, and the pause between two looks for the loop's file
+            there (s);
             :data:`NO_LOOKS` once training has ended.
     """
 
@@ -78,8 +86,8 @@ class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         identity: The worker.
         process: The process; a restarted worker has another process.
-        steps: A ``RankUse`` or ``null`` for each step, as msgpack; ``None`` until its clock offset is
-            measured.
+        steps: A ``RankUse`` or ``null`` for each step, as msgpack; ``None`` until its clock offset
+            is measured.
         received_ns: Arrival of the call, on the clock of the process.
         replied_ns: Sending of the reply, on the same clock.
     """
@@ -96,7 +104,9 @@ class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begun(msgspec.Struct, eq=False, gc=False):
-    """A stage that has begun. With ``gc=False``, creating it never triggers the garbage collector."""
+    """A stage that has begun. With ``gc=False``,
+    creating it never triggers the garbage collector.
+    """
 
     name: str
     begin_ns: int
@@ -105,14 +115,17 @@ class Begun(msgspec.Struct, eq=False, gc=False):
 def process_memory() -> tuple[int, int]:
     """Return peak and current memory of this process, in bytes; 0 for an unknown value.
 
-    On a device: the bytes that torch's allocator has allocated, and their peak since the process began or the
-    program reset torch's peak statistics. On the host: the resident memory of this process without shared
-    pages, and the kernel's peak of all its resident memory. Nothing is reset or imported here.
+    On a device: the bytes that torch's allocator has allocated, and their peak since the process
+    began or the program reset torch's peak statistics. On the host: the resident memory of this
+    process without shared pages, and the kernel's peak of all its resident memory. Nothing is reset
+    or imported here.
     """
     torch = sys.modules.get("torch")
     for name in _DEVICES:
         device = getattr(torch, name, None)
-        with suppress(Exception):  # another torch, or a failed device, which training reports itself
+        with suppress(
+            Exception
+        ):  # another torch, or a failed device, which training reports itself
             if device is not None and device.is_initialized():
                 allocated = device.memory.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
                 return allocated["peak"], allocated["current"]
@@ -120,7 +133,8 @@ def process_memory() -> tuple[int, int]:
 
 
 class StageSums:
-    """Records the outermost stages of this process. Callers add parts of weight updates to :attr:`spans`.
+    """Records the outermost stages of this process. Callers add parts of weight updates to
+    :attr:`spans`.
 
     All methods may be called from any thread and task.
 
@@ -130,7 +144,8 @@ class StageSums:
     Attributes:
         spans: Sums of the process's trajectories and spans.
         open: The outermost stages that are open, by ``id``.
-        tokens: Functions whose value changes when an engine makes a token: the engine makes progress.
+        tokens: Functions whose value changes when an engine makes a token: the engine makes
+            progress.
     """
 
     def __init__(self, most: int) -> None:
@@ -165,12 +180,14 @@ class StageSums:
     ) -> list[RankUse | None]:
         """Return stages, memory and spans of the process in each step; ``None`` before it began.
 
-        A stage that crosses the end of a step is divided between both steps. An open stage counts until now.
+        A stage that crosses the end of a step is divided between both steps. An open stage counts
+        until now.
 
         Args:
             who: Lane, role, rank and replica of the process.
             steps: Begin and end of each step, in order, on the clock of the loop's process.
-            ahead_ns: Clock offset: this process's clock minus the loop's. Results are on the loop's clock.
+            ahead_ns: Clock offset: this process's clock minus the loop's. Results are on the loop's
+                clock.
             collectives: Whether the collectives that the process entered are added.
         """
         now_ns = clock.now_ns() - ahead_ns
@@ -251,7 +268,9 @@ def _divide(
 
 
 def packed_stages(stages: Mapping[str, Sequence[Period]]) -> tuple[str, bytes]:
-    """Return ``stages`` and ``runs`` of a :class:`RankUse`, from begin and end of each run of each stage."""
+    """Return ``stages`` and ``runs`` of a :class:`RankUse`,
+    from begin and end of each run of each stage.
+    """
     each = sorted([(sorted(times), name) for name, times in stages.items()])
     rows: list[int] = []
     for number, (times, _) in enumerate(each):
@@ -297,7 +316,9 @@ class SpanSums:
         self.counts: dict[str, float] = {}
         self._slices: dict[int, _Sums] = {}
         self._slice_ns = _SHORTEST_SLICE_NS
-        self._lock = threading.RLock()  # reentrant: the garbage collector may end a span under the lock
+        self._lock = (
+            threading.RLock()
+        )  # reentrant: the garbage collector may end a span under the lock
 
     def count(self, name: str, value: float) -> None:
         """Keep the value of a counter, of the first :data:`MOST_NAMES` counters."""
@@ -323,18 +344,23 @@ class SpanSums:
             numbers[3] += tokens
 
     def end(self, part: Begun, end_ns: int) -> None:
-        """Add an ended part of a weight update to the step of its middle: part and step may end together."""
+        """Add an ended part of a weight update to the step of its middle:
+        part and step may end together.
+        """
         half_ns = (end_ns - part.begin_ns) // 2
         failed = getattr(part, "failed", False)
         self.add(f"{WEIGHT_SYNC}/{part.name}", part.begin_ns - half_ns, end_ns - half_ns, failed)
 
     def last_ns(self) -> int:
-        """Return the end of the last time slice with a span that is no pause, at most now; else 0."""
+        """Return the end of the last time slice with a span that is no pause,
+        at most now; else 0.
+        """
         ended = [number for number, sums in [*self._slices.items()] if sums.keys() != {GC}]
         return min(clock.now_ns(), (max(ended, default=-1) + 1) * self._slice_ns)
 
     def of_steps(self, steps: Sequence[Period], ahead_ns: int) -> list[tuple[SpanTotal, ...]]:
-        """Return the sums of the spans that ended in each step; then drop all up to the last step's end.
+        """Return the sums of the spans that ended in each step; then drop all up to the last step's
+        end.
 
         Args:
             steps: Begin and end of each step, in order, on the clock of the loop's process.
@@ -354,7 +380,9 @@ class SpanSums:
                         _add(found[at], _shown(name), numbers)
             if not self._slices:
                 self._slice_ns = _SHORTEST_SLICE_NS
-        return [tuple(SpanTotal(name, *numbers) for name, numbers in totals.items()) for totals in found]
+        return [
+            tuple(SpanTotal(name, *numbers) for name, numbers in totals.items()) for totals in found
+        ]
 
     def _join(self) -> None:
         """Join each two neighbouring time slices."""
@@ -384,7 +412,9 @@ class Busy:
         self.name = name
         self._running = 0
         self._stage: Begun | None = None
-        self._lock = threading.RLock()  # reentrant: garbage collection may end a request under the lock
+        self._lock = (
+            threading.RLock()
+        )  # reentrant: garbage collection may end a request under the lock
 
     def __enter__(self) -> None:
         with self._lock:

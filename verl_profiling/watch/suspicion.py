@@ -19,7 +19,8 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
     """An anomaly that the watch detected in a step, and the processes that may be its cause.
 
     Attributes:
-        everyone: Lanes of all processes that worked in the stage, if none was longer than the others.
+        everyone: Lanes of all processes that worked in the stage, if none was longer than the
+            others.
         ran: Names of the stages that these processes ran inside the loop's stage.
         is_over: Whether only one step was slow, which is not worth a capture of the next step.
         likely: Leader of one later step, a suspect if it leads in a further step.
@@ -49,7 +50,9 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
         suspects = suspects[:MOST_SUSPECTS]
         everyone = list(working[0].lanes) if working and not suspects else []
         ran |= dict.fromkeys(working[0].ran) if everyone else {}
-        return msgspec.structs.replace(self, suspects=suspects, peers=peers, everyone=everyone, ran=list(ran))
+        return msgspec.structs.replace(
+            self, suspects=suspects, peers=peers, everyone=everyone, ran=list(ran)
+        )
 
     @property
     def who(self) -> list[str]:
@@ -59,10 +62,14 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
         return [f"longest there: {', '.join(self.suspects)}" if self.suspects else NOBODY]
 
     def lasts_in(self, summary: StepSummary) -> bool:
-        """Return whether at least half of the excess is left in another step; always of the other signs."""
+        """Return whether at least half of the excess is left in another step;
+        always of the other signs.
+        """
         if self.sign not in ("slow_stage", "slow_step"):
             return True
-        took_s = summary.exposed_s.get(self.stage, 0.0) if self.sign == "slow_stage" else summary.seconds
+        took_s = (
+            summary.exposed_s.get(self.stage, 0.0) if self.sign == "slow_stage" else summary.seconds
+        )
         return 2 * took_s >= self.value + self.median
 
     def named_in(self, summary: StepSummary) -> Suspicion:
@@ -85,8 +92,8 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
 def stand_out(standing: Standing) -> list[str]:
     """Return the processes of a role that were longer in a stage than the others, the leader first.
 
-    Included are the leader, if its lead exceeds the tolerance ``TIED``, and processes that exceed the median
-    by more than half of that lead. The only process of a role is included, too.
+    Included are the leader, if its lead exceeds the tolerance ``TIED``, and processes that exceed
+    the median by more than half of that lead. The only process of a role is included, too.
     """
     durations = standing.by_lane()
     if len(durations) == 1:
@@ -101,7 +108,9 @@ def stand_out(standing: Standing) -> list[str]:
 
 
 def healthiest(values: Mapping[str, float], suspects: list[str]) -> list[str]:
-    """Return the lane nearest to the median that is no suspect, as a list; empty if all are suspects."""
+    """Return the lane nearest to the median that is no suspect, as a list;
+    empty if all are suspects.
+    """
     ordered = sorted(values, key=values.__getitem__)
     middle = values[ordered[(len(ordered) - 1) // 2]]
     others = [lane for lane in ordered if lane not in suspects]

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply, not_set_up, switched_off
+from verl_profiling.capture.protocol import (
+    CaptureRequest,
+    StartReply,
+    StopReply,
+    not_set_up,
+    switched_off,
+)
 from verl_profiling.capture.session import Session, process_session, stage
 from verl_profiling.capture.stage import Stage
 from verl_profiling.errors import CaptureStateError
@@ -34,8 +40,9 @@ _GROUPS = {
 class CaptureMixin:
     """Adds ``start_capture``, ``stop_capture`` and ``read_watch`` to a worker.
 
-    The mixin has no ``__init__``, so it composes with any class. A worker calls :meth:`init_capture` when its
-    rank is known, and marks its stages with ``verl_profiling.stage("update_actor")``.
+    The mixin has no ``__init__``, so it composes with any class. A worker calls
+    :meth:`init_capture` when its rank is known, and marks its stages with
+    ``verl_profiling.stage("update_actor")``.
     """
 
     _capture_roles: Mapping[str, tuple[WorkerIdentity, bool]] = {}
@@ -52,14 +59,14 @@ class CaptureMixin:
     ) -> None:
         """Set this worker up. Slow imports happen here, so that the first capture starts at once.
 
-        A worker with several roles calls this method once per role. The worker is recorded once, under the
-        role with which it was added to the callback, and with the settings of that role.
+        A worker with several roles calls this method once per role. The worker is recorded once,
+        under the role with which it was added to the callback, and with the settings of that role.
 
         Args:
             config: The same settings as the callback's. Disabled or ``None``: nothing is set up.
             role: Role of the worker group, e.g. ``actor``.
-            rank: Global rank inside the role. By default the rank of torch.distributed or of the launcher's
-                variables (RANK, WORLD_SIZE), else 0.
+            rank: Global rank inside the role. By default the rank of torch.distributed or of the
+                launcher's variables (RANK, WORLD_SIZE), else 0.
             world_size: Number of ranks of the role; by default from the same sources, else 1.
             topology: Coordinates in named parallel dimensions, e.g. ``{"dp": 1}``.
             sizes: Number of ranks along these dimensions, e.g. ``{"dp": 4}``.
@@ -118,17 +125,22 @@ class CaptureMixin:
         return process_session().stop(capture_id, finish_s)
 
     def read_watch(self, question: WatchQuestion) -> WatchReading | None:
-        """Return the stages of this process in some steps; ``None`` without a watch. Called by the callback.
+        """Return the stages of this process in some steps; ``None`` without a watch. Called by the
+        callback.
 
         Args:
             question: The steps.
         """
-        identity = next((identity for identity, enabled in self._capture_roles.values() if enabled), None)
+        identity = next(
+            (identity for identity, enabled in self._capture_roles.values() if enabled), None
+        )
         return None if identity is None else process_session().read_watch(identity, question)
 
 
 class FSDPCaptureMixin(CaptureMixin):
-    """A :class:`CaptureMixin` that reads rank and coordinates from process group and device mesh."""
+    """A :class:`CaptureMixin` that reads rank and coordinates from process group
+    and device mesh.
+    """
 
     def init_capture(  # type: ignore[override]
         self,
@@ -156,7 +168,8 @@ class FSDPCaptureMixin(CaptureMixin):
         enabled = ProfilingConfig.from_any(config).enable
         if enabled and (rank is None or world_size is None) and process_rank() is None:
             raise CaptureStateError(
-                f"init_capture(role={role!r}): torch.distributed is not initialised; do so first by "
+                f"init_capture(role={role!r}): torch.distributed is not initialised; do so "
+                "first by "
                 "init_process_group(), or pass rank and world_size"
             )
         topology, sizes = {}, {}
@@ -172,8 +185,8 @@ class AgentLoopCaptureMixin(CaptureMixin):
     """A :class:`CaptureMixin` for a process that runs trajectories: environments, tools, turns.
 
     Each :func:`verl_profiling.trajectory` and :func:`verl_profiling.span` is recorded, in e2e mode,
-    independent of the tool of other roles. ``roles.<role>.tool`` adds a tool, and ``roles.<role>.mode`` sets
-    the mode.
+    independent of the tool of other roles. ``roles.<role>.tool`` adds a tool, and
+    ``roles.<role>.mode`` sets the mode.
     """
 
     capture_role: ClassVar[str] = "agent_loop"
@@ -204,7 +217,9 @@ class AgentLoopCaptureMixin(CaptureMixin):
 
 
 class RewardCaptureMixin(AgentLoopCaptureMixin):
-    """An :class:`AgentLoopCaptureMixin` for scoring responses on a CPU; its default role is ``reward``."""
+    """An :class:`AgentLoopCaptureMixin` for scoring responses on a CPU;
+    its default role is ``reward``.
+    """
 
     capture_role: ClassVar[str] = "reward"
 
@@ -234,13 +249,17 @@ class MegatronCaptureMixin(CaptureMixin):
 
         if not parallel_state.model_parallel_is_initialized():
             raise CaptureStateError(
-                f"init_capture(role={role!r}): Megatron's parallelism is not initialised; do so first by "
+                f"init_capture(role={role!r}): Megatron's parallelism is not initialised; do "
+                "so first by "
                 "parallel_state.initialize_model_parallel()"
             )
         import torch.distributed as dist
 
         def dimensions(what: str) -> dict[str, int]:
-            return {short: getattr(parallel_state, f"get_{name}_{what}")() for short, name in _GROUPS.items()}
+            return {
+                short: getattr(parallel_state, f"get_{name}_{what}")()
+                for short, name in _GROUPS.items()
+            }
 
         super().init_capture(
             config,
@@ -255,10 +274,10 @@ class MegatronCaptureMixin(CaptureMixin):
 class CaptureTimers:
     """Records Megatron's timers as stages; set it as ``timers`` of the ``TransformerConfig``.
 
-    Megatron's schedules time the forward and the backward of each micro-batch, and each wait for a neighbour
-    in the pipeline, under the names ``forward-compute``, ``backward-compute``, ``forward-recv``, ... With
-    ``config.timers = CaptureTimers(config.timers)`` these timers become spans inside the stage that runs the
-    schedule.
+    Megatron's schedules time the forward and the backward of each micro-batch, and each wait for a
+    neighbour in the pipeline, under the names ``forward-compute``, ``backward-compute``,
+    ``forward-recv``, ... With ``config.timers = CaptureTimers(config.timers)`` these timers become
+    spans inside the stage that runs the schedule.
 
     Args:
         timers: Megatron's own ``Timers``, which are still called; ``None`` for none.

@@ -1,6 +1,7 @@
 """The mixins for rollout servers, which pass captures to the recorder of the server's engine.
 
-A new engine needs an adapter in :mod:`verl_profiling.engines`, and a branch of :func:`make_recorder`.
+A new engine needs an adapter in :mod:`verl_profiling.engines`, and a branch of
+:func:`make_recorder`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from verl_profiling.engines.adapter import check_device, engine_tool
 from verl_profiling.engines.recorder import EngineRecorder, SessionRecorder
 from verl_profiling.engines.request_log import RequestLog, watch_transformers
 from verl_profiling.engines.sglang import SGLangAdapter, manager_of, watch_manager
-from verl_profiling.engines.vllm import VLLMAdapter, records_in_process, vllm_engine_args, watch_vllm
+from verl_profiling.engines.vllm import (
+    VLLMAdapter,
+    records_in_process,
+    vllm_engine_args,
+    watch_vllm,
+)
 from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
@@ -39,9 +45,10 @@ _ADAPTERS: dict[str, Any] = {"vllm": VLLMAdapter, "sglang": SGLangAdapter}
 class RolloutCaptureMixin:
     """Adds ``start_capture``, ``stop_capture`` and ``read_watch`` to a rollout server.
 
-    The mixin has no ``__init__``, so it composes with any class, Ray actors included. The server passes
-    :meth:`engine_args` to the engine's constructor, and calls :meth:`init_capture` with the engine. A server
-    with an engine of its own passes ``requests=RequestLog()`` instead.
+    The mixin has no ``__init__``, so it composes with any class, Ray actors included. The server
+    passes
+    :meth:`engine_args` to the engine's constructor, and calls :meth:`init_capture` with the engine.
+    A server with an engine of its own passes ``requests=RequestLog()`` instead.
     """
 
     engine_package: ClassVar[str | None] = None
@@ -60,8 +67,8 @@ class RolloutCaptureMixin:
     ) -> dict[str, Any]:
         """Return arguments for the engine's constructor that allow captures of the engine.
 
-        ``AsyncEngineArgs(model=..., **self.engine_args(config, engine="vllm"))``. Only vLLM needs arguments;
-        for other engines, and without profiling, the dict is empty.
+        ``AsyncEngineArgs(model=..., **self.engine_args(config, engine="vllm"))``. Only vLLM needs
+        arguments; for other engines, and without profiling, the dict is empty.
 
         Args:
             config: The same settings as the callback's.
@@ -76,7 +83,9 @@ class RolloutCaptureMixin:
             return {}
         package = engine or cls.engine_package
         if package not in ENGINES:
-            raise ConfigError("engine", f"engine_args: unknown {package!r}; {choices_hint(package, ENGINES)}")
+            raise ConfigError(
+                "engine", f"engine_args: unknown {package!r}; {choices_hint(package, ENGINES)}"
+            )
         return vllm_engine_args(settings, role) if package == "vllm" else {}
 
     def init_capture(
@@ -95,21 +104,22 @@ class RolloutCaptureMixin:
 
         Args:
             config: The same settings as the callback's. Disabled or ``None``: nothing is set up.
-            engine: The engine, or the object that holds it. By default an attribute of the server (see
-                :class:`VLLMCaptureMixin` and :class:`SGLangCaptureMixin`). Not needed if ``node_rank`` is not
-                0.
+            engine: The engine, or the object that holds it. By default an attribute of the server
+                (see
+                :class:`VLLMCaptureMixin` and :class:`SGLangCaptureMixin`). Not needed if
+                ``node_rank`` is not 0.
             role: Role of the server.
             replica: Index of the replica.
             rank: The replica's first global accelerator rank. By default replicas of equal size are
                 numbered one after another.
-            node_rank: Index of this node in a replica that spans several nodes; only node 0 records. By
-                default the ``node_rank`` of an SGLang engine, else 0.
-            requests: The log to which the server writes its requests. Only for an engine of your own, which
-                must compute in this process. Requests to vLLM, SGLang and transformers are logged
-                automatically.
-            devices: Numbers (on this host) or UUIDs of the accelerators of this node's ranks, in order. The
-                report counts a device that training workers share only once. By default all in
-                ``CUDA_VISIBLE_DEVICES`` (on an NPU ``ASCEND_RT_VISIBLE_DEVICES``).
+            node_rank: Index of this node in a replica that spans several nodes; only node 0
+                records. By default the ``node_rank`` of an SGLang engine, else 0.
+            requests: The log to which the server writes its requests. Only for an engine of your
+                own, which must compute in this process. Requests to vLLM, SGLang and transformers
+                are logged automatically.
+            devices: Numbers (on this host) or UUIDs of the accelerators of this node's ranks, in
+                order. The report counts a device that training workers share only once. By default
+                all in ``CUDA_VISIBLE_DEVICES`` (on an NPU ``ASCEND_RT_VISIBLE_DEVICES``).
 
         Raises:
             CaptureStateError: The engine was started without the arguments for captures.
@@ -150,7 +160,9 @@ class RolloutCaptureMixin:
         identity, selection = self._capture_identity, request.selection
         named = selection is not None and identity.role in (selection.roles or ())
         refuses = named and identity.node_rank == 0
-        return StartReply(identity, "refused" if refuses else "skipped", reason=self._capture_idle_reason)
+        return StartReply(
+            identity, "refused" if refuses else "skipped", reason=self._capture_idle_reason
+        )
 
     async def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
         """Stop a capture, if one is open. The callback calls this.
@@ -162,16 +174,23 @@ class RolloutCaptureMixin:
         if self._capture_recorder is not None:
             return await self._capture_recorder.stop(capture_id, finish_s)
         identity = self._capture_identity or WorkerIdentity(role="unknown")
-        reason = self._capture_idle_reason or "stop_capture: not set up; call init_capture(...) first"
+        reason = (
+            self._capture_idle_reason or "stop_capture: not set up; call init_capture(...) first"
+        )
         return StopReply(skipped(identity, reason, capture_id))
 
     def read_watch(self, question: WatchQuestion) -> WatchReading | None:
-        """Return the stages of the server's process in some steps; see :meth:`CaptureMixin.read_watch`."""
+        """Return the stages of the server's process in some steps;
+        see :meth:`CaptureMixin.read_watch`.
+        """
         recorder = self._capture_recorder
-        return None if recorder is None else process_session().read_watch(recorder.identity, question)
+        return (
+            None if recorder is None else process_session().read_watch(recorder.identity, question)
+        )
 
     def set_policy_version(self, version: int) -> None:
-        """Record the policy version of new weights, for servers that are notified of weight updates.
+        """Record the policy version of new weights, for servers that are notified of weight
+        updates.
 
         Args:
             version: Number of the policy version, as the training loop counts it.
@@ -180,7 +199,9 @@ class RolloutCaptureMixin:
             self._capture_recorder.requests.set_policy_version(version)
 
     def _capture_engine(self) -> Any:
-        return getattr(self, "engine", None) or (self if hasattr(self, "tokenizer_manager") else None)
+        return getattr(self, "engine", None) or (
+            self if hasattr(self, "tokenizer_manager") else None
+        )
 
 
 class VLLMCaptureMixin(RolloutCaptureMixin):
@@ -190,7 +211,9 @@ class VLLMCaptureMixin(RolloutCaptureMixin):
 
 
 class SGLangCaptureMixin(RolloutCaptureMixin):
-    """For a server that holds an SGLang ``Engine`` as ``self.engine``, or a ``self.tokenizer_manager``."""
+    """For a server that holds an SGLang ``Engine`` as ``self.engine``,
+    or a ``self.tokenizer_manager``.
+    """
 
     engine_package: ClassVar[str | None] = "sglang"
 
@@ -214,7 +237,8 @@ def make_recorder(
         rank: The replica's first global accelerator rank, or ``None`` to number replicas of
             equal size one after another.
         requests: The log that the server writes; ``None`` to log requests by wrapping the engine.
-        devices: Numbers or UUIDs of the engine's devices in order of rank; ``None`` for all visible devices.
+        devices: Numbers or UUIDs of the engine's devices in order of rank; ``None`` for all visible
+            devices.
 
     Raises:
         ToolUnavailableError: There is no adapter for the engine, or the engine is too old.
@@ -230,18 +254,23 @@ def make_recorder(
     package = _package(engine)
     if package is None and requests is None:
         raise ToolUnavailableError(
-            f"init_capture: no adapter for {type(engine).__module__}.{type(engine).__name__} ({identity}); "
-            "pass engine=... a vLLM AsyncLLM or LLM, an SGLang Engine or URL, or a transformers model; "
+            f"init_capture: no adapter for {type(engine).__module__}.{type(engine).__name__} "
+            f"({identity}); "
+            "pass engine=... a vLLM AsyncLLM or LLM, an SGLang Engine or URL, or a "
+            "transformers model; "
             "for an engine of your own, requests=RequestLog()"
         )
-    adapter_class = None if package == "vllm" and records_in_process(engine) else _ADAPTERS.get(package or "")
+    adapter_class = (
+        None if package == "vllm" and records_in_process(engine) else _ADAPTERS.get(package or "")
+    )
     tool, adapter = None, None
     if adapter_class is None:
         for name in ("start", "count"):
             if getattr(config.rollout, name) and any(one.suffix for one in settings.tools):
                 raise ConfigError(
                     f"rollout.{name}",
-                    f"{identity} computes in this process, where no engine counts iterations; unset it",
+                    f"{identity} computes in this process, where no engine counts "
+                    "iterations; unset it",
                 )
     elif (tool := engine_tool(settings, adapter_class.name)) is not None:
         adapter = adapter_class(engine, config, identity, tool)

@@ -1,4 +1,6 @@
-"""Lets vLLM's mode for Nsight Systems run on a CPU: what it calls of the CUDA profiler is noted in a file."""
+"""Lets vLLM's mode for Nsight Systems run on a CPU:
+what it calls of the CUDA profiler is noted in a file.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """The verl plugin: profiles ``verl.trainer.main_ppo`` when its configuration has ``profiling``.
 
-verl imports this package in every process of a run, by the entry point in the group ``verl.plugins`` or by
-``VERL_USE_EXTERNAL_MODULES=verl_profiling.integrations.verl``. At that time ``verl`` itself is being
-imported, so no module of verl is imported here. Each hook is applied after the import of its module.
+verl imports this package in every process of a run, by the entry point in the group
+``verl.plugins`` or by ``VERL_USE_EXTERNAL_MODULES=verl_profiling.integrations.verl``. At that time
+``verl`` itself is being imported, so no module of verl is imported here. Each hook is applied after
+the import of its module.
 
-The table below and docs/verl.md list the hooks. Without ``profiling`` in the configuration, the hooks change
-nothing. Any version of verl is accepted: if a hook does not fit, its part of the run is not recorded, and a
-warning lists the part.
+The table below and docs/verl.md list the hooks. Without ``profiling`` in the configuration, the
+hooks change nothing. Any version of verl is accepted: if a hook does not fit, its part of the run
+is not recorded, and a warning lists the part.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ EVERY = ""
 
 
 def parts_of(config: Any) -> set[str]:
-    """Return the parts of verl that a run uses: trainers, backend and engine, besides :data:`EVERY`."""
-    apart = "rollout" in config  # a block for the GPUs of rollout engines outside of the training processes
+    """Return the parts of verl that a run uses: trainers, backend and engine,
+    besides :data:`EVERY`.
+    """
+    apart = (
+        "rollout" in config
+    )  # a block for the GPUs of rollout engines outside of the training processes
     if "async_training" in config:
         trainers = {"v0", "fully_async"}
     elif apart:
@@ -48,13 +53,15 @@ _RECORDS = {
         "trainer:hook_v0_trainer": "the runs of RayPPOTrainer",
     },
     ("verl.experimental.one_step_off_policy.ray_trainer", "one_step_off"): {
-        "async_trainer:check_one_step_off": "steps and background rollouts of one-step-off trainers",
+        "async_trainer:check_one_step_off": "steps and background rollouts of one-step-off "
+        "trainers",
     },
     ("verl.experimental.fully_async_policy.fully_async_trainer", "fully_async"): {
         "async_trainer:check_fully_async": "parameter versions of fully asynchronous trainers",
     },
     ("verl.experimental.fully_async_policy.fully_async_rollouter", "fully_async"): {
-        "async_trainer:check_rollouter": "the rollouter's samples, queue and pauses (role rollouter)",
+        "async_trainer:check_rollouter": "the rollouter's samples, queue and pauses (role "
+        "rollouter)",
     },
     ("torchdata.stateful_dataloader.stateful_dataloader", EVERY): {
         "trainer:hook_data_loader": "waiting for the data loader",
@@ -63,7 +70,8 @@ _RECORDS = {
         "trainer:hook_weight_sync": "the parts of weight updates",
     },
     ("verl.utils.tracking", EVERY): {
-        "trainer:hook_tracking": "verl's metrics in manifests, and the reports' numbers in verl's trackers",
+        "trainer:hook_tracking": "verl's metrics in manifests, and the reports' numbers in "
+        "verl's trackers",
     },
     ("verl.trainer.constants_ppo", EVERY): {
         "launch:hook_runtime_env": "GPU kernels, on images whose NVTX loads CUPTI",
@@ -108,7 +116,8 @@ _RECORDS = {
         "trainer:hook_replay_buffer": "polling the replay buffer",
     },
     ("transfer_queue", "v1"): {
-        "trainer:hook_transfer_queue": "waiting for TransferQueue, in the trainer and in agent loops",
+        "trainer:hook_transfer_queue": "waiting for TransferQueue, in the trainer and in "
+        "agent loops",
     },
 }
 """The hook functions, each with the part of a run that it records.

@@ -1,8 +1,9 @@
 """Profiles verl's trainers whose steps are coroutines: one-step-off, and fully asynchronous.
 
-verl's timers are synchronous, so a step begins and ends around ``fit_step``. In these trainers, the timer
-``gen`` is the wait for a batch. Generation runs in the background of the step, as the stage ``rollout``. The
-rollouter of a fully asynchronous trainer has a role of its own, with its samples, queue and pauses.
+verl's timers are synchronous, so a step begins and ends around ``fit_step``. In these trainers, the
+timer ``gen`` is the wait for a batch. Generation runs in the background of the step, as the stage
+``rollout``. The rollouter of a fully asynchronous trainer has a role of its own, with its samples,
+queue and pauses.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ def awaits_its_steps(trainer: Any) -> bool:
 class AsyncTrainerProfiler(Profiler):
     """Profiles one trainer while its ``fit`` runs, without blocking the event loop.
 
-    A trainer with a ``current_param_version`` counts its steps by parameter version: one step is then several
-    calls of ``fit_step``, and generation never ends.
+    A trainer with a ``current_param_version`` counts its steps by parameter version: one step is
+    then several calls of ``fit_step``, and generation never ends.
 
     Args:
-        trainer: A ``OneStepOffRayTrainer``, a ``FullyAsyncTrainer``, or a trainer that works like them.
+        trainer: A ``OneStepOffRayTrainer``, a ``FullyAsyncTrainer``, or a trainer that works like
+            them.
         settings: The profiling settings.
     """
 
@@ -65,14 +67,18 @@ class AsyncTrainerProfiler(Profiler):
 
     @asynccontextmanager
     async def profiling(self) -> AsyncIterator[None]:
-        """Profile the steps of the block; after its normal end, log the remaining summaries and numbers."""
+        """Profile the steps of the block; after its normal end,
+        log the remaining summaries and numbers.
+        """
         async with self._callback:
             with self.activated():
                 yield
         await asyncio.to_thread(self.log_rest)
 
     def begins(self, name: str) -> AbstractContextManager[None]:
-        """Return the stage of a timer; no stage for ``generate_async``, which another hook records."""
+        """Return the stage of a timer; no stage for ``generate_async``,
+        which another hook records.
+        """
         return nullcontext() if name in (_STEP, _GENERATION) else super().begins(name)
 
     def ends(self, name: str) -> None:
@@ -147,7 +153,9 @@ async def _around_step(fit_step: Callable[..., Any], self: Any, *args: Any, **kw
     return result
 
 
-async def _around_generation(generate: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+async def _around_generation(
+    generate: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
     profiler = async_profiler(self)
     if profiler is None:
         return await generate(self, *args, **kwargs)
@@ -165,12 +173,16 @@ async def _behind_step(validate: Callable[..., Any], self: Any, *args: Any, **kw
 
 
 def makes_samples(trainer_class: type[Any]) -> bool:
-    """Return whether a trainer class of verl is a rollouter, which makes samples instead of training."""
+    """Return whether a trainer class of verl is a rollouter,
+    which makes samples instead of training.
+    """
     return hasattr(trainer_class, _SAMPLE)
 
 
 def hook_rollouter(rollouter_class: type[Any]) -> None:
-    """Give ``FullyAsyncRollouter`` the capture methods, before ``ray.remote`` makes an actor of it."""
+    """Give ``FullyAsyncRollouter`` the capture methods,
+    before ``ray.remote`` makes an actor of it.
+    """
     if _SAMPLE in vars(rollouter_class):
         add_actor_methods(rollouter_class, ROLLOUTER)
         rollouter_class.start_capture = start_capture
@@ -180,7 +192,9 @@ def hook_rollouter(rollouter_class: type[Any]) -> None:
 
 
 def start_capture(self: Any, request: Any) -> Any:
-    """Start or join a capture, and record the rollouter's current counts. The callback calls this method."""
+    """Start or join a capture, and record the rollouter's current counts.
+    The callback calls this method.
+    """
     reply = self._verl_profiling.start_capture(request)
     count(_IN_FLIGHT, len(self.active_tasks))
     count(_STALENESS, self.staleness_samples)
@@ -224,8 +238,13 @@ async def _resuming(reset_staleness: Callable[..., Any], self: Any) -> Any:
 def note_pause(rollouter: Any, pauses: bool) -> None:
     """Begin or end the span of a pause, in which the rollouter starts no new samples."""
     pause: Span | None = getattr(rollouter, _PAUSE, None)
-    if pauses and not getattr(pause, "begin_ns", 0):  # none, or one that began while nothing recorded
-        why = {"staleness_samples": rollouter.staleness_samples, "most": rollouter.max_required_samples}
+    if pauses and not getattr(
+        pause, "begin_ns", 0
+    ):  # none, or one that began while nothing recorded
+        why = {
+            "staleness_samples": rollouter.staleness_samples,
+            "most": rollouter.max_required_samples,
+        }
         pause = span("pause", **why)
         pause.__enter__()
         setattr(rollouter, _PAUSE, pause)
@@ -246,7 +265,9 @@ _ROLLOUTERS: dict[str, Callable[..., Any]] = {
     "reset_staleness": _resuming,
 }
 COROUTINES = _TRAINERS | _ROLLOUTERS
-"""Wrappers for coroutines of trainers and rollouters, by method, applied when a class is created."""
+"""Wrappers for coroutines of trainers and rollouters, by method,
+applied when a class is created.
+"""
 
 
 def _check(class_name: str, methods: Iterable[str], module: Any) -> None:
@@ -257,6 +278,8 @@ def _check(class_name: str, methods: Iterable[str], module: Any) -> None:
             missing(found, name)
 
 
-check_one_step_off = partial(_check, "OneStepOffRayTrainer", ("fit", "fit_step", "_async_gen_next_batch"))
+check_one_step_off = partial(
+    _check, "OneStepOffRayTrainer", ("fit", "fit_step", "_async_gen_next_batch")
+)
 check_fully_async = partial(_check, "FullyAsyncTrainer", ("fit", "fit_step", "_fit_validate"))
 check_rollouter = partial(_check, "FullyAsyncRollouter", _ROLLOUTERS)

@@ -1,8 +1,8 @@
 """Builds the profiling settings from a configuration of verl.
 
-``profiling`` holds settings of this package, or with ``+profiling=verl`` the text ``verl``. Then the settings
-are made from the ``global_profiler`` and ``profiler`` blocks of verl's own profiler. The table in
-docs/verl.md maps their fields to settings.
+``profiling`` holds settings of this package, or with ``+profiling=verl`` the text ``verl``. Then
+the settings are made from the ``global_profiler`` and ``profiler`` blocks of verl's own profiler.
+The table in docs/verl.md maps their fields to settings.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ _BLOCKS = {role: f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref
 _BLOCKS["critic"] = "critic.profiler"
 _MOST_NAMED = 10
 _TOOLS = ("torch", "torch_memory", "npu", "nsys")
-_REPLICA_SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+_REPLICA_SIZES = (
+    "tensor_model_parallel_size",
+    "data_parallel_size",
+    "pipeline_model_parallel_size",
+)
 
 _CONTENTS = ("stack", "shapes", "memory")
 _DEVICES = {"torch": "cuda", "npu": "npu"}
@@ -59,7 +63,11 @@ _WITHOUT_COUNTERPART: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] =
         "a window of engine iterations is for the rollout only",
     ),
     (("tool_config.torch.schedule.active",), (ROLLOUT_ROLE,), "engines have no mini-batches"),
-    (("tool_config.torch.schedule.repeat",), TRAINING_ROLES, "one window of mini-batches is recorded"),
+    (
+        ("tool_config.torch.schedule.repeat",),
+        TRAINING_ROLES,
+        "one window of mini-batches is recorded",
+    ),
     (("tool_config.torch_memory.stack_depth",), _EVERYWHERE, "torch keeps whole stacks"),
 )
 _DEFAULTS = {"tool_config.torch.schedule.repeat": 1, "tool_config.torch_memory.stack_depth": 32}
@@ -71,8 +79,8 @@ _FINISH_ENVIRONMENT = 'VERL_PROFILE_SAVE_PATH="$VERL_PROFILING_RUN" ' + " ".join
 def settings_of(config: Any) -> ProfilingConfig | None:
     """Return the settings in a verl configuration, or ``None`` if nothing is to be profiled.
 
-    With ``profiling=verl``, verl's own profiler is switched off in ``config``, because this package replaces
-    it.
+    With ``profiling=verl``, verl's own profiler is switched off in ``config``, because this package
+    replaces it.
 
     Raises:
         ConfigError: The settings are wrong, or verl's own profiler is switched on as well.
@@ -85,8 +93,10 @@ def settings_of(config: Any) -> ProfilingConfig | None:
         if given != "verl":
             raise ConfigError(
                 "profiling",
-                f"is the text {given!r}, as Hydra found no such config group; write +profiling=e2e (or "
-                f"{', '.join(_GROUPS)}), with verl_profiling installed where the command runs, or with "
+                f"is the text {given!r}, as Hydra found no such config group; write "
+                "+profiling=e2e (or "
+                f"{', '.join(_GROUPS)}), with verl_profiling installed where the command "
+                "runs, or with "
                 "'hydra.searchpath=[pkg://verl_profiling.conf]'",
             )
         settings = settings_from_verl(config)
@@ -96,8 +106,10 @@ def settings_of(config: Any) -> ProfilingConfig | None:
         if settings.enable and steps:
             raise ConfigError(
                 "profiling",
-                f"verl's own profiler is switched on too (global_profiler.steps={list(steps)}), and two "
-                "profilers in one process destroy each other's recordings; set global_profiler.steps=null, "
+                "verl's own profiler is switched on too "
+                f"(global_profiler.steps={list(steps)}), and two "
+                "profilers in one process destroy each other's recordings; set "
+                "global_profiler.steps=null, "
                 "or +profiling=verl to have its settings used here",
             )
     if not settings.enable:
@@ -142,7 +154,8 @@ def settings_from_verl(config: Any) -> ProfilingConfig:
 
 
 def why_nothing(config: Any) -> str:
-    """Return why a configuration with ``profiling`` profiles nothing; empty if profiling is off on purpose.
+    """Return why a configuration with ``profiling`` profiles nothing; empty if profiling is off on
+    purpose.
 
     Args:
         config: A whole verl configuration that yields no settings.
@@ -150,13 +163,17 @@ def why_nothing(config: Any) -> str:
     given = config.get("profiling")
     if isinstance(given, Mapping) and given and "enable" not in given:
         return (
-            f"profiling has settings ({', '.join(map(str, given))}) without enable; if a config group was "
-            "chosen (profiling=verl), this block replaced it. Set profiling.enable=true, or remove the block "
+            f"profiling has settings ({', '.join(map(str, given))}) without enable; if a "
+            "config group was "
+            "chosen (profiling=verl), this block replaced it. Set profiling.enable=true, or "
+            "remove the block "
             "where it is defined"
         )
     if given == "verl":
         named = config.global_profiler.get("steps")
-        why = "no role's profiler.enable is true" if named else "global_profiler.steps names no step"
+        why = (
+            "no role's profiler.enable is true" if named else "global_profiler.steps names no step"
+        )
         return f"profiling=verl takes the settings of verl's own profiler, and {why}"
     return ""
 
@@ -179,7 +196,8 @@ def _check_nsys(config: Any, settings: ProfilingConfig) -> None:
     """Check each role that records with Nsight Systems.
 
     Raises:
-        ConfigError: The number of ranges is unknown, or verl cannot start the role under Nsight Systems.
+        ConfigError: The number of ranges is unknown, or verl cannot start the role under Nsight
+            Systems.
     """
     for role in _EVERYWHERE:
         chosen = settings.for_role(role)
@@ -195,7 +213,8 @@ def _check_rollout(config: Any, settings: ProfilingConfig) -> None:
     """Refuse engines, tools and windows that rollout servers would refuse at their start.
 
     Raises:
-        ConfigError: There is no adapter for the engine, or the engine does not support the settings.
+        ConfigError: There is no adapter for the engine, or the engine does not support the
+            settings.
     """
     chosen = settings.for_role(ROLLOUT_ROLE)
     if not chosen.enable:
@@ -227,7 +246,9 @@ def _device(config: Any) -> str:
 
 
 def _run_id(trainer: Mapping[str, Any]) -> str | None:
-    """Return ``project/experiment``, the name of verl's checkpoints; ``None`` if verl does not resume."""
+    """Return ``project/experiment``, the name of verl's checkpoints;
+    ``None`` if verl does not resume.
+    """
     if trainer.get("resume_mode", "disable") == "disable":
         return None
     return f"{trainer['project_name']}/{trainer['experiment_name']}"
@@ -258,10 +279,18 @@ def _bridged(config: Any, notes: list[str]) -> dict[str, Any]:
         "enable": bool(steps) and any(block.get("enable") for block in blocks.values()),
         "tool": _tool("global_profiler.tool", common.get("tool") or "torch") if steps else "torch",
         "save_path": common["save_path"],
-        "schedule": {"steps": steps, "continuous": bool(common["profile_continuous_steps"])} if steps else {},
-        "roles": {role: _role(config, role, block, common, notes) for role, block in blocks.items()},
+        "schedule": {"steps": steps, "continuous": bool(common["profile_continuous_steps"])}
+        if steps
+        else {},
+        "roles": {
+            role: _role(config, role, block, common, notes) for role, block in blocks.items()
+        },
         # verl calls engine iterations response tokens.
-        "rollout": {"start": start, "count": None if end is None else end - start, "max_window_s": None},
+        "rollout": {
+            "start": start,
+            "count": None if end is None else end - start,
+            "max_window_s": None,
+        },
         "after": _finish_commands(blocks),
     }
 
@@ -275,7 +304,10 @@ def _role(
     where, rollout = _BLOCKS[role], config.actor_rollout_ref.rollout
     tool = _tool(f"{where}.tool", block.get("tool"))
     # A role inherits from global_profiler, and the rollout's finish hook from the actor's.
-    parents = [common, config.actor_rollout_ref.actor.get("profiler") if role == ROLLOUT_ROLE else None]
+    parents = [
+        common,
+        config.actor_rollout_ref.actor.get("profiler") if role == ROLLOUT_ROLE else None,
+    ]
     for names, roles, why in _WITHOUT_COUNTERPART:
         for field in (name.replace("*", tool) for name in names):
             used = role in roles and (not field.startswith("tool_config.") or f".{tool}." in field)
@@ -285,7 +317,8 @@ def _role(
     of_engines = "npu" if _device(config) == "npu" else "torch"
     if role == ROLLOUT_ROLE and tool != of_engines:
         notes.append(
-            f"{where}.tool={tool}: rollout engines record only with {of_engines}, so the rollout is not"
+            f"{where}.tool={tool}: rollout engines record only with {of_engines}, so the "
+            "rollout is not"
         )
         return {"enable": False}
     given = (block.get("tool_config") or {}).get(tool) or {}
@@ -353,7 +386,8 @@ def _tool(key: str, tool: str | None) -> str:
 
 
 def _finish_commands(blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return ``after`` settings for verl's finish hooks: shell commands after the last profiled step.
+    """Return ``after`` settings for verl's finish hooks: shell commands after the last profiled
+    step.
 
     A worker with several roles runs a common command of the roles only once.
     """

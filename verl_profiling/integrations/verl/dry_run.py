@@ -4,10 +4,10 @@ The check is a command itself::
 
     python -m verl_profiling.integrations.verl.dry_run ARGUMENTS
 
-The arguments are those of ``verl.trainer.main_ppo``. Its configuration is composed, and checked by verl and
-by this package. Nothing is started, and no accelerator is needed. For another main module, e.g. your own, use
-``dry_run -m verl.experimental.one_step_off_policy.main_ppo ARGUMENTS``. The module is imported, but its
-function under ``@hydra.main`` is not called.
+The arguments are those of ``verl.trainer.main_ppo``. Its configuration is composed, and checked by
+verl and by this package. Nothing is started, and no accelerator is needed. For another main module,
+e.g. your own, use ``dry_run -m verl.experimental.one_step_off_policy.main_ppo ARGUMENTS``. The
+module is imported, but its function under ``@hydra.main`` is not called.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def main() -> None:
         del sys.argv[1:3]
     checked = _checked_main(module)
     print(shlex.join(["python", "-m", module, *sys.argv[1:]]), flush=True)
-    with tempfile.TemporaryDirectory() as outputs:  # for the files that Hydra writes for every command
+    with (
+        tempfile.TemporaryDirectory() as outputs
+    ):  # for the files that Hydra writes for every command
         sys.argv.append(f"hydra.run.dir={outputs}")
         checked()
 
@@ -63,7 +65,8 @@ def _checked_main(module: str) -> Callable[[], None]:
     def noting(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
         def note(task: Any) -> Any:
             if task.__module__ == module:
-                task.__module__ = "__main__"  # Hydra then looks for the configuration where the run will
+                # Hydra then looks for the configuration where the run will
+                task.__module__ = "__main__"
             checked = functools.wraps(task)(functools.partial(check, module))
             found.append(main := decorator(*args, **kwargs)(checked))
             return main
@@ -94,16 +97,27 @@ def check(module: str, config: Any) -> None:
 
     if "actor_rollout_ref" not in config:
         sys.exit(
-            f"-m {module}: is no RL trainer of verl, as its configuration has no actor_rollout_ref; SFT is "
+            f"-m {module}: is no RL trainer of verl, as its configuration has no "
+            "actor_rollout_ref; SFT is "
             "profiled by verl's own profiler (profiler.enable, trainer.profile_interval)"
         )
     if config.get("profiling") is not None:
         _check_hooks(config)
     by_version = "async_training" in config
-    possible = ("actor", "ref", "critic", "rollout", "agent_loop", "reward", *["rollouter"] * by_version)
+    possible = (
+        "actor",
+        "ref",
+        "critic",
+        "rollout",
+        "agent_loop",
+        "reward",
+        *["rollouter"] * by_version,
+    )
     roles = [role for role in possible if plays(config, role)]
     if not by_version:  # verl does not validate fully asynchronous configurations
-        validate_config(config=config, use_reference_policy="ref" in roles, use_critic="critic" in roles)
+        validate_config(
+            config=config, use_reference_policy="ref" in roles, use_critic="critic" in roles
+        )
     try:
         settings = settings_of(config)
     except (ConfigError, ToolUnavailableError) as error:
@@ -117,7 +131,8 @@ def check(module: str, config: Any) -> None:
     roles = [role for role in roles if settings.for_role(role).enable]
     named = ", ".join(roles) or "no role"
     print(f"config ok; {settings.mode} profile of {named} in {settings.save_path}")
-    # Steps of fully asynchronous trainers are parameter versions, and this is no number of versions.
+    # Steps of fully asynchronous trainers are parameter versions, and this is no number of
+    # versions.
     last_step = None if by_version else config.trainer.get("total_training_steps")
     print(f"will be captured: {captured_steps(settings.schedule, last_step)} of {named}")
 
@@ -134,7 +149,9 @@ def _check_engine(config: Any, settings: ProfilingConfig) -> None:
 
 
 def _check_hooks(config: Any) -> None:
-    """Print whether this verl is tested, and the hooks without a fit; exit if nothing would be recorded."""
+    """Print whether this verl is tested, and the hooks without a fit;
+    exit if nothing would be recorded.
+    """
     print(f"warning: {text}" if (text := untested()) else "a tested version of verl")
     parts = parts_of(config)
     for hook in HOOKS:
@@ -146,7 +163,8 @@ def _check_hooks(config: Any) -> None:
     program = f"import sys, verl; sys.exit({_PLUGIN!r} not in sys.modules)"
     if subprocess.run([sys.executable, "-c", program], check=False).returncode:
         sys.exit(
-            "profiling: verl does not load verl_profiling, and would not profile; install the package into "
+            "profiling: verl does not load verl_profiling, and would not profile; install "
+            "the package into "
             f"verl's environment, or set VERL_USE_EXTERNAL_MODULES={_PLUGIN}"
         )
     if not usable(parts):

@@ -1,11 +1,11 @@
 """Starts verl's processes under Nsight Systems, or with CUPTI reserved for torch.
 
 verl starts the workers of a group under Nsight Systems if the group gets ``profile_steps`` and
-``worker_nsight_options``. This module passes both for a profiled trainer, like verl's own profiler. Rollout
-servers are plain Ray actors, and get the same options in their runtime environment.
+``worker_nsight_options``. This module passes both for a profiled trainer, like verl's own profiler.
+Rollout servers are plain Ray actors, and get the same options in their runtime environment.
 
-If torch records kernels, a variable of the whole Ray job keeps NVTX from loading CUPTI. verl's own profiler
-(``global_profiler.tool=torch``) sets the same variable.
+If torch records kernels, a variable of the whole Ray job keeps NVTX from loading CUPTI. verl's own
+profiler (``global_profiler.tool=torch``) sets the same variable.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _environment: dict[str, Any] = {}
 
 
 def start_workers_under_nsys(settings: ProfilingConfig) -> None:
-    """Make this process start its worker groups under Nsight Systems, if a training role has tool ``nsys``.
+    """Make this process start its worker groups under Nsight Systems, if a training role has tool
+    ``nsys``.
 
     For workers with several roles, the first role with this tool decides.
 
@@ -49,7 +50,9 @@ def hook_worker_groups(module: Any) -> None:
 
 
 def hook_vllm_replica(module: Any) -> None:
-    """Start the servers of a replica under Nsight Systems, if the role rollout has tool ``nsys``."""
+    """Start the servers of a replica under Nsight Systems,
+    if the role rollout has tool ``nsys``.
+    """
     wrap(module.vLLMReplica, "launch_servers", _launched_under_nsys)
 
 
@@ -67,7 +70,9 @@ def _made_under_nsys(init: Callable[..., Any], *args: Any, **kwargs: Any) -> Non
     init(*args, **kwargs)
 
 
-async def _launched_under_nsys(launch: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+async def _launched_under_nsys(
+    launch: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> None:
     settings = settings_of_server(self)
     environment = nsys_runtime_env(settings, role=ROLLOUT_ROLE) if settings is not None else {}
     if environment:
@@ -80,7 +85,9 @@ def _under_nsys(actor_class: Any, environment: Mapping[str, Any]) -> Any:
 
     def options(*, runtime_env: Mapping[str, Any], **others: Any) -> Any:
         env_vars = {**runtime_env.get("env_vars", {}), **environment["env_vars"]}
-        return actor_class.options(runtime_env={**runtime_env, **environment, "env_vars": env_vars}, **others)
+        return actor_class.options(
+            runtime_env={**runtime_env, **environment, "env_vars": env_vars}, **others
+        )
 
     return SimpleNamespace(options=options)
 
@@ -101,7 +108,13 @@ def _kept() -> bool:
 
 
 def _records_kernels(settings: ProfilingConfig) -> bool:
-    """Return whether tool ``torch`` records a role and tool ``nsys``, which needs NVTX, records none."""
-    roles = [chosen for role in (*TRAINING_ROLES, ROLLOUT_ROLE) if (chosen := settings.for_role(role)).enable]
+    """Return whether tool ``torch`` records a role and tool ``nsys``, which needs NVTX,
+    records none.
+    """
+    roles = [
+        chosen
+        for role in (*TRAINING_ROLES, ROLLOUT_ROLE)
+        if (chosen := settings.for_role(role)).enable
+    ]
     tools = {tool.name for chosen in roles for tool in chosen.tools}
     return "torch" in tools and not any(chosen.launched_tool for chosen in roles)

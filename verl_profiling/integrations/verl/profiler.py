@@ -68,7 +68,10 @@ class Profiler:
     """Stage names of the controller by timer of verl, if the two names differ."""
 
     def __init__(
-        self, trainer: Any, settings: ProfilingConfig, callback: ProfilingCallback | AsyncProfilingCallback
+        self,
+        trainer: Any,
+        settings: ProfilingConfig,
+        callback: ProfilingCallback | AsyncProfilingCallback,
     ) -> None:
         self.trainer = trainer
         self.settings = settings
@@ -107,7 +110,9 @@ class Profiler:
         return update(batch, *args, **kwargs)
 
     def taken(self) -> dict[str, int]:
-        """Return the samples that the training took in this step, and their tokens where verl counts them."""
+        """Return the samples that the training took in this step,
+        and their tokens where verl counts them.
+        """
         taken, self._taken = self._taken, {}
         return taken
 
@@ -144,7 +149,9 @@ class Profiler:
     def _add_groups(self) -> None:
         """Add the worker groups, first the profiled ones of groups that share processes."""
         groups = [
-            (role, getattr(self.trainer, name)) for role, name in _GROUPS if hasattr(self.trainer, name)
+            (role, getattr(self.trainer, name))
+            for role, name in _GROUPS
+            if hasattr(self.trainer, name)
         ]
         groups.sort(key=lambda item: not self.settings.for_role(item[0]).enable)
         set_up: list[Any] = []
@@ -169,7 +176,9 @@ class Profiler:
             servers = [replica.servers[0] for replica in replicas]
             if not servers:
                 return
-            self.misfits += _joined(ray.get([server.capture_misfits.remote() for server in servers]))
+            self.misfits += _joined(
+                ray.get([server.capture_misfits.remote() for server in servers])
+            )
         except Exception as error:  # e.g. a dead server, or a replica without servers
             self._leave_out("rollout", f"its servers do not fit ({type(error).__name__}: {error})")
             return
@@ -212,11 +221,15 @@ class Profiler:
         self._log_summary(step)
 
     def _log_summary(self, step: int) -> None:
-        """Log a step summary to verl's trackers except the console, under the summary's step if accepted."""
+        """Log a step summary to verl's trackers except the console,
+        under the summary's step if accepted.
+        """
         if self.summaries:
             summary = self.summaries.popleft()
             values = {f"{PREFIX}step": summary.step, **values_of(summary)}
-            trackers = {name: one for name, one in self._tracking.logger.items() if name != _CONSOLE}
+            trackers = {
+                name: one for name, one in self._tracking.logger.items() if name != _CONSOLE
+            }
             log_values(trackers, values, summary.step, step)
 
     @contextmanager
@@ -238,7 +251,9 @@ class Profiler:
         global _active
         _active = None
         if self.settings.strict:
-            raise ToolUnavailableError(f"profiling.strict is true, and nothing can be recorded: {why}")
+            raise ToolUnavailableError(
+                f"profiling.strict is true, and nothing can be recorded: {why}"
+            )
         logger.error(_OFF, why)
 
     def log_rest(self) -> None:
@@ -254,7 +269,8 @@ class Profiler:
 def log_reports(trackers: Mapping[str, Any], run_folder: Path, last_step: int) -> None:
     """Make the reports of the profiled steps, and log their numbers as ``profiling/...``.
 
-    Each number is logged under its step. Reading traces takes a while, so training calls this at its end.
+    Each number is logged under its step. Reading traces takes a while, so training calls this at
+    its end.
 
     Args:
         trackers: Trackers of the run's ``Tracking`` by name.
@@ -286,13 +302,16 @@ def log_values(
         except Exception as error:
             if name not in _failing:
                 _failing.add(name)
-                logger.warning("tracker %s lacks step %s: %s: %s", name, step, type(error).__name__, error)
+                logger.warning(
+                    "tracker %s lacks step %s: %s: %s", name, step, type(error).__name__, error
+                )
 
 
 def trainer_stage(name: str) -> AbstractContextManager[None]:
     """Return a stage of the profiled trainer in this process; without a trainer, a null context.
 
-    In a running event loop, a null context is returned too, because awaited calls are marked as a whole.
+    In a running event loop, a null context is returned too, because awaited calls are marked as a
+    whole.
     """
     return nullcontext() if asyncio._get_running_loop() is not None else awaited_stage(name)
 
@@ -303,7 +322,9 @@ def awaited_stage(name: str) -> AbstractContextManager[None]:
 
 
 def _replicas(trainer: Any) -> list[Any]:
-    """Return a trainer's rollout replicas; the first server of a replica acts for all of its nodes."""
+    """Return a trainer's rollout replicas; the first server of a replica acts for all
+    of its nodes.
+    """
     if hasattr(trainer, "_rollout_server_managers"):
         managers = trainer._rollout_server_managers()
     else:  # V0 trainers, and verl 0.9.0
@@ -351,8 +372,8 @@ def notes_on(found: Iterable[str], *, strict: bool) -> list[str]:
 def let_lines_through() -> None:
     """Print log lines of this package from ``INFO`` up, unless its logger has a level of its own.
 
-    verl sets the root logger to ``WARNING``. Importing vLLM's server sets the root logger and its handlers to
-    ``ERROR``.
+    verl sets the root logger to ``WARNING``. Importing vLLM's server sets the root logger and its
+    handlers to ``ERROR``.
     """
     package = logging.getLogger(__name__.partition(".")[0])
     package.setLevel(package.level or logging.INFO)

@@ -1,12 +1,13 @@
 """Connects the callback to verl's trainers.
 
-verl times every part of a step with ``marked_timer``; a wrapper calls the hooks of the callback. The timer
-``step`` is the step, the timer ``gen`` is the rollout, and all other timers are stages of the controller. A
-trainer whose ``fit`` and ``fit_step`` are coroutines has a profiler of its own
+verl times every part of a step with ``marked_timer``; a wrapper calls the hooks of the callback.
+The timer ``step`` is the step, the timer ``gen`` is the rollout, and all other timers are stages of
+the controller. A trainer whose ``fit`` and ``fit_step`` are coroutines has a profiler of its own
 (:mod:`~verl_profiling.integrations.verl.async_trainer`).
 
-In V1, agent loops put responses into TransferQueue, and the trainer polls the queue every two seconds. So a
-rollout ends some time after its last trajectory. Stages inside the rollout show the trainer's work.
+In V1, agent loops put responses into TransferQueue, and the trainer polls the queue every two
+seconds. So a rollout ends some time after its last trajectory. Stages inside the rollout show the
+trainer's work.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+)
 from functools import partial
 from typing import Any
 
@@ -39,7 +45,10 @@ from verl_profiling.integrations.verl.profiler import (
     sentences,
     trainer_stage,
 )
-from verl_profiling.integrations.verl.versions_and_stages import TRANSFER_QUEUE_STAGES, WEIGHT_SYNC_STAGES
+from verl_profiling.integrations.verl.versions_and_stages import (
+    TRANSFER_QUEUE_STAGES,
+    WEIGHT_SYNC_STAGES,
+)
 from verl_profiling.integrations.verl.workers import SETTINGS_KEY
 from verl_profiling.manifest import POLLING
 from verl_profiling.settings.config import ProfilingConfig
@@ -54,7 +63,8 @@ _LOADS = "_next_train_batch"
 
 _NO_HOOK = (
     "profiling: this run is not profiled, because no method of its trainer is hooked. "
-    "A trainer class of your own inherits verl_profiling.integrations.verl.trainer.ProfilingTrainerMixin"
+    "A trainer class of your own inherits "
+    "verl_profiling.integrations.verl.trainer.ProfilingTrainerMixin"
 )
 
 _hooked = False
@@ -69,8 +79,8 @@ _TRANSFER_QUEUE_OF_AGENT_LOOPS = {
 class TrainerProfiler(Profiler):
     """Profiles one trainer with synchronous steps while its ``fit`` runs.
 
-    If ``fit`` is a coroutine, the begin and end of a step block its event loop, as calls of verl's worker
-    groups do.
+    If ``fit`` is a coroutine, the begin and end of a step block its event loop, as calls of verl's
+    worker groups do.
 
     Args:
         trainer: A V1 ``PPOTrainer`` or a ``RayPPOTrainer``.
@@ -89,7 +99,9 @@ class TrainerProfiler(Profiler):
 
     @contextmanager
     def profiling(self) -> Iterator[None]:
-        """Profile the steps of the block; after its normal end, log the remaining summaries and numbers."""
+        """Profile the steps of the block; after its normal end,
+        log the remaining summaries and numbers.
+        """
         with self._callback, self.activated():
             yield
         self.log_rest()
@@ -122,9 +134,12 @@ class TrainerProfiler(Profiler):
     def _step_begin(self) -> None:
         step = getattr(self.trainer, "global_steps", None)
         if step is None:
-            self._give_up(f"{type(self.trainer).__name__} has no global_steps, so its steps have no numbers")
+            self._give_up(
+                f"{type(self.trainer).__name__} has no global_steps, so its steps have no numbers"
+            )
             return
-        # In verl 0.9, synchronous trainers send a step's weights to the engines at the end of the step.
+        # In verl 0.9, synchronous trainers send a step's weights to the engines at the end of the
+        # step.
         self._policy_version = step - 1
         self._generating = False
         self._callback.on_step_begin(step, self._policy_version)
@@ -172,7 +187,12 @@ def say_no_trainer_is_hooked(config: Any) -> None:
 
 
 def _stored(
-    log: Callable[..., Any], self: Any, data: Mapping[str, Any], step: int, *args: Any, **kwargs: Any
+    log: Callable[..., Any],
+    self: Any,
+    data: Mapping[str, Any],
+    step: int,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     if (profiler := active_profiler()) is not None:
         profiler.logged(self, data, step)
@@ -198,7 +218,9 @@ def hook_v1_trainer(module: Any) -> None:
 
 
 def hook_v1_rollout(module: Any) -> None:
-    """Begin the rollout when prompts go to the engines, before the timer that waits for responses."""
+    """Begin the rollout when prompts go to the engines,
+    before the timer that waits for responses.
+    """
     wrap(module.PPOTrainer, "_add_batch_to_generate", _beginning_rollout)
     mark(module.PPOTrainer, _LOADS, partial(trainer_stage, "load_prompts"))
 
@@ -209,7 +231,9 @@ def hook_data_loader(module: Any) -> None:
 
 
 def _loading() -> AbstractContextManager[None]:
-    """Return the stage; none in a V1 trainer, which may load a step's prompts one by one, in one stage."""
+    """Return the stage; none in a V1 trainer, which may load a step's prompts one by one,
+    in one stage.
+    """
     profiler = active_profiler()
     is_v1 = profiler is not None and hasattr(profiler.trainer, _LOADS)
     return nullcontext() if is_v1 else awaited_stage("load_prompts")
@@ -224,7 +248,9 @@ def _beginning_rollout(add_batch: Callable[..., Any], *args: Any, **kwargs: Any)
 
 def hook_dispatch(module: Any) -> None:
     """Mark the dispatch of prompts to the agent loops as a stage."""
-    mark(module.AgentLoopManagerTQ, "generate_sequences", partial(trainer_stage, "dispatch_prompts"))
+    mark(
+        module.AgentLoopManagerTQ, "generate_sequences", partial(trainer_stage, "dispatch_prompts")
+    )
 
 
 def hook_transfer_queue(module: Any) -> None:
@@ -241,7 +267,9 @@ def hook_replay_buffer(module: Any) -> None:
 
 
 def hook_v0_trainer(module: Any) -> None:
-    """Profile ``RayPPOTrainer`` and its subclasses: one-step-off and fully asynchronous trainers."""
+    """Profile ``RayPPOTrainer`` and its subclasses:
+    one-step-off and fully asynchronous trainers.
+    """
     _hook_trainer(module.RayPPOTrainer)
 
 
@@ -259,7 +287,9 @@ def _hook_trainer(trainer_class: type[Any]) -> None:
 
 
 def hook_overrides(cls: type[Any]) -> None:
-    """Hook the methods that a class itself defines, before ``ray.remote`` makes an actor class of it."""
+    """Hook the methods that a class itself defines,
+    before ``ray.remote`` makes an actor class of it.
+    """
     if cls.__module__.partition(".")[0] == "ray":
         return  # a subclass made by ``ray.remote``; the methods of its base are hooked
     for name, method in list(vars(cls).items()):
@@ -271,7 +301,8 @@ def hook_overrides(cls: type[Any]) -> None:
 
 
 class ProfilingTrainerMixin:
-    """A mixin for your trainers that override ``fit``, as a coroutine or not; verl's trainers need none.
+    """A mixin for your trainers that override ``fit``, as a coroutine or not; verl's trainers need
+    none.
 
     ``class MyTrainer(ProfilingTrainerMixin, RayPPOTrainer): def fit(self): ...``
     """
@@ -289,7 +320,8 @@ def _made(init: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def prepare(trainer: Any) -> None:
-    """Give a trainer a profiler and its rollout servers the settings, if its configuration enables profiling.
+    """Give a trainer a profiler and its rollout servers the settings, if its configuration enables
+    profiling.
 
     Raises:
         ConfigError: The settings do not fit the trainer's configuration.
@@ -335,8 +367,8 @@ def profiling_of(trainer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """Add all workers to a trainer's profiler; return a context manager that profiles ``fit``.
 
     Args:
-        trainer: The trainer. Without a profiler, or with an active profiler, the context manager does
-            nothing.
+        trainer: The trainer. Without a profiler, or with an active profiler, the context manager
+            does nothing.
         args: Positional arguments of the call of ``fit``.
         kwargs: Keyword arguments of the call of ``fit``.
     """
@@ -345,12 +377,18 @@ def profiling_of(trainer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         return nullcontext()
     # V1 passes the agent loop manager to fit; a V0 trainer has it as an attribute.
     handed = kwargs.get("agent_loop_manager", args[0] if args else None)
-    profiler.begin(handed if handed is not None else getattr(trainer, "async_rollout_manager", None))
+    profiler.begin(
+        handed if handed is not None else getattr(trainer, "async_rollout_manager", None)
+    )
     settings = profiler.settings
     # If steps are parameter versions, total_training_steps is not the number of the last step.
-    last_step = None if hasattr(trainer, "current_param_version") else getattr(trainer, _LAST_STEP, None)
+    last_step = (
+        None if hasattr(trainer, "current_param_version") else getattr(trainer, _LAST_STEP, None)
+    )
     steps = captured_steps(settings.schedule, last_step)
-    logger.info("profiling is on in %s: %s captures of %s", settings.save_path, settings.mode, steps)
+    logger.info(
+        "profiling is on in %s: %s captures of %s", settings.save_path, settings.mode, steps
+    )
     return profiler.profiling()
 
 

@@ -1,8 +1,9 @@
-"""Records trajectories of verl's agent loops, their requests and rewards, with hooks for any agent loop.
+"""Records trajectories of verl's agent loops, their requests and rewards, with hooks for any agent
+loop.
 
-A custom agent loop needs no change, because hooks are in its worker, in verl's client of the engines, and in
-verl's timers. Spans of an agent loop lie inside the trajectory that the worker runs. Each turn is one
-request. The span in which a task sends it has the request's id.
+A custom agent loop needs no change, because hooks are in its worker, in verl's client of the
+engines, and in verl's timers. Spans of an agent loop lie inside the trajectory that the worker
+runs. Each turn is one request. The span in which a task sends it has the request's id.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _TIMERS = {"compute_score": "reward"}
 _UNKNOWN_TOOL = "tool:(unknown)"
 _LONGEST_NAME = 120
 _STARTS_NOTHING = "verl.tools.base_tool"
-"""Module of the base class of tools. Its ``create`` and ``release`` start and stop no environment."""
+"""Module of the base class of tools. Its ``create`` and ``release`` start
+and stop no environment.
+"""
 _ABORTED = ("aborted", "abort")
 
 _pause: ContextVar[ExitStack | None] = ContextVar("verl_profiling_pause", default=None)
@@ -40,7 +43,9 @@ _hooked: set[Callable[..., Any]] = set()
 
 
 def hook_agent_loops(module: Any) -> None:
-    """Record the trajectories of ``AgentLoopWorker`` and its subclasses, e.g. that of verl's V1 trainer."""
+    """Record the trajectories of ``AgentLoopWorker`` and its subclasses, e.g.
+    that of verl's V1 trainer.
+    """
     worker, loop = module.AgentLoopWorker, module.AgentLoopBase
     add_actor_methods(worker, AGENT_LOOP)
     wrap(worker, "_run_agent_loop", _as_trajectory)
@@ -79,7 +84,10 @@ def hook_reward_loops(module: Any) -> None:
 
 async def _as_trajectory(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     info = kwargs.get("trajectory", args[2] if len(args) > 2 else {})
-    with process_session().busy("trajectories") or nullcontext(), trajectory(**_identity(info, kwargs)):
+    with (
+        process_session().busy("trajectories") or nullcontext(),
+        trajectory(**_identity(info, kwargs)),
+    ):
         return await run(*args, **kwargs)
 
 
@@ -153,7 +161,9 @@ async def _as_tool(
 
 
 def _prepare_tool(tool_class: type[Any]) -> None:
-    """Hook ``create`` and ``release`` of a tool class, the start and stop of an environment or a sandbox."""
+    """Hook ``create`` and ``release`` of a tool class,
+    the start and stop of an environment or a sandbox.
+    """
     for name, spanned in (("create", "environment:start"), ("release", "environment:stop")):
         method = getattr(tool_class, name, None)  # of a base class that is hooked already, perhaps
         if method is not None and method not in _hooked and method.__module__ != _STARTS_NOTHING:
@@ -162,7 +172,9 @@ def _prepare_tool(tool_class: type[Any]) -> None:
 
 
 @contextmanager
-def _timed(simple_timer: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+def _timed(
+    simple_timer: Callable[..., Any], name: str, *args: Any, **kwargs: Any
+) -> Iterator[None]:
     opened = nullcontext() if current_trajectory() is None else span(_TIMERS.get(name, name))
     with simple_timer(name, *args, **kwargs), opened:
         yield
@@ -184,7 +196,9 @@ async def _as_request(generate: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 async def _with_pauses(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Record the pause between a request that a weight update aborted and the request that resumes it."""
+    """Record the pause between a request that a weight update aborted and the request
+    that resumes it.
+    """
     with ExitStack() as pause:
         token = _pause.set(pause)
         try:
@@ -200,7 +214,9 @@ def _noted_id(make_id: Callable[..., str], *args: Any, **kwargs: Any) -> str:
     return made
 
 
-async def _scored(compute_score: Callable[..., Any], self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+async def _scored(
+    compute_score: Callable[..., Any], self: Any, data: Any, *args: Any, **kwargs: Any
+) -> Any:
     with process_session().busy("reward") or nullcontext(), span("reward", **_sample_of(data)):
         return await compute_score(self, data, *args, **kwargs)
 

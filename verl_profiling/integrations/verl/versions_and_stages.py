@@ -9,7 +9,11 @@ TESTED = ("0.9.0", "0.9.1")
 TRAINER_STAGES = {"adv": "advantage", "ref": "ref_log_prob", "testing": "validate"}
 
 # The same for trainers whose steps are coroutines.
-ASYNC_TRAINER_STAGES = {**TRAINER_STAGES, "gen": "wait:rollout", "timing_s/param_sync": "update_weights"}
+ASYNC_TRAINER_STAGES = {
+    **TRAINER_STAGES,
+    "gen": "wait:rollout",
+    "timing_s/param_sync": "update_weights",
+}
 
 # Stage names of the controller by function of TransferQueue.
 TRANSFER_QUEUE_STAGES = {
@@ -19,7 +23,8 @@ TRANSFER_QUEUE_STAGES = {
     "kv_list": "transfer_queue_list",
 }
 
-# Stage names of the controller by method of `CheckpointEngineManager`: the parts of a weight update.
+# Stage names of the controller by method of `CheckpointEngineManager`: the parts of a weight
+# update.
 WEIGHT_SYNC_STAGES = {
     "abort_replicas": "abort",
     "sleep_replicas": "sleep",
@@ -29,7 +34,8 @@ WEIGHT_SYNC_STAGES = {
     "resume_generation_replicas": "resume",
 }
 
-# Stage names of a worker by attribute of `ActorRolloutRefWorker` and method: parts of its `update_weights`.
+# Stage names of a worker by attribute of `ActorRolloutRefWorker` and method: parts of its
+# `update_weights`.
 WORKER_SYNC_STAGES = {
     ("checkpoint_engine", "send_weights"): "transfer",
     ("rollout", "update_weights"): "transfer",

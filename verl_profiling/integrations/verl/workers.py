@@ -1,10 +1,10 @@
 """Capture methods for all processes of verl, and stages for its training workers.
 
-Capture methods are registered for verl's dispatch, so that worker groups have the methods. Stages wrap verl's
-methods. Neither the bodies of verl's methods nor the base classes of a worker change.
+Capture methods are registered for verl's dispatch, so that worker groups have the methods. Stages
+wrap verl's methods. Neither the bodies of verl's methods nor the base classes of a worker change.
 
-A rollout server gets its settings inside ``rollout.engine_kwargs``, which verl passes unchanged to every
-server of the policy, and to no server of a reward model or a teacher.
+A rollout server gets its settings inside ``rollout.engine_kwargs``, which verl passes unchanged to
+every server of the policy, and to no server of a reward model or a teacher.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def hook_workers(module: Any) -> None:
 
 
 def hook_stages(module: Any) -> None:
-    """Mark the stages of ``ActorRolloutRefWorker``, and of a ``TrainingWorker`` that is a critic."""
+    """Mark the stages of ``ActorRolloutRefWorker``,
+    and of a ``TrainingWorker`` that is a critic.
+    """
     actor, training = module.ActorRolloutRefWorker, module.TrainingWorker
     for name, stage_name in ACTOR_STAGES.items():
         mark(actor, name, partial(stage, stage_name))
@@ -85,7 +87,9 @@ def _marked_micro_batches(prepare: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 class _MarkedMicroBatches(list[Any]):
-    """A list of micro-batches; each iteration of a loop over the list is a stage ``micro_batch``."""
+    """A list of micro-batches; each iteration
+    of a loop over the list is a stage ``micro_batch``.
+    """
 
     def __iter__(self) -> Iterator[Any]:
         micro_batch = stage("micro_batch")
@@ -95,7 +99,9 @@ class _MarkedMicroBatches(list[Any]):
 
 
 def _log_prob_stage(compute_log_prob: Callable[..., Any], self: Any, data: Any) -> Any:
-    """Mark ``ref_log_prob`` if the batch is computed without the LoRA adapter, else ``old_log_prob``."""
+    """Mark ``ref_log_prob`` if the batch is computed without the LoRA adapter,
+    else ``old_log_prob``.
+    """
     with stage("ref_log_prob" if _without_adapter(data) else "old_log_prob"):
         return compute_log_prob(self, data)
 
@@ -111,7 +117,9 @@ def _without_adapter(data: Any) -> bool:
     return bool(tensordict_utils.get(data, _WITHOUT_ADAPTER))
 
 
-def _critic_stage(name: str, method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _critic_stage(
+    name: str, method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Mark a method of ``TrainingWorker`` as a stage if the worker is a critic.
 
     An actor uses the same class inside ``ActorRolloutRefWorker``, whose methods are marked already.
@@ -123,7 +131,9 @@ def _critic_stage(name: str, method: Callable[..., Any], self: Any, *args: Any, 
 
 
 def _counted_mini_batch(train_batch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Mark a mini-batch as a stage, and count it for the ``mini_batches`` window of the ``torch`` tool."""
+    """Mark a mini-batch as a stage, and count it for the ``mini_batches`` window
+    of the ``torch`` tool.
+    """
     with stage("mini_batch"):
         output = train_batch(*args, **kwargs)
     process_session().step()
@@ -148,7 +158,9 @@ def _init_capture(self: Any, settings: ProfilingConfig, role: str) -> list[str]:
 
 
 def _mark_weight_sync(worker: Any, engine: Any) -> None:
-    """Mark the parts of the worker's weight updates, on the objects of its backend and rollout engine."""
+    """Mark the parts of the worker's weight updates,
+    on the objects of its backend and rollout engine.
+    """
     if "get_per_tensor_param" in vars(engine):
         return  # the worker was set up before
     wrap(engine, "get_per_tensor_param", _gathering)
@@ -165,7 +177,9 @@ def _gathering(get_tensors: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _gathered(tensors: Iterator[Any], log: SpanLog) -> Iterator[Any]:
-    """Record the host's time in making the tensors, in a few hundred parts, each at its last tensor."""
+    """Record the host's time in making the tensors, in a few hundred parts,
+    each at its last tensor.
+    """
     begin_ns, spent_ns, whole_ns = clock.now_ns(), 0, 0
     for tensor in tensors:
         end_ns = clock.now_ns()
@@ -194,13 +208,14 @@ def add_capture_methods(
     awaited: bool = False,
     registered: Callable[[Any], Any] = lambda method: method,
 ) -> None:
-    """Add the methods that the callback calls; each method delegates to the object's ``_verl_profiling``.
+    """Add the methods that the callback calls; each method delegates to the object's
+    ``_verl_profiling``.
 
     Args:
         cls: A class of verl, before ``ray.remote`` makes an actor of it.
         default: The mixin that replies before the setup of the process.
-        awaited: Whether the methods are coroutines. Plain methods start and stop recordings on the event
-            loop's thread.
+        awaited: Whether the methods are coroutines. Plain methods start and stop recordings on the
+            event loop's thread.
         registered: verl's decorator for each method.
     """
     for name in _METHODS:
@@ -272,7 +287,9 @@ def settings_of_server(holder: Any) -> Mapping[str, Any] | None:
 
 
 async def _launch_vllm(run: Callable[..., Any], self: Any, args: Any) -> None:
-    """Start the processes of a replica on a node, and set up the server; the first node has the engine."""
+    """Start the processes of a replica on a node, and set up the server;
+    the first node has the engine.
+    """
     for name, value in VLLMCaptureMixin.engine_args(settings_of_server(self)).items():
         setattr(args, name, value)
     await run(self, args)
@@ -284,15 +301,21 @@ async def _launch_sglang(launch: Callable[..., Any], self: Any, *args: Any, **kw
     _set_up(self, SGLangCaptureMixin(), self)
 
 
-async def _noted_version(set_global_steps: Callable[..., Any], self: Any, global_steps: int) -> None:
-    """Record the policy version of a server's new weights: the number of the step that made the weights."""
+async def _noted_version(
+    set_global_steps: Callable[..., Any], self: Any, global_steps: int
+) -> None:
+    """Record the policy version of a server's new weights:
+    the number of the step that made the weights.
+    """
     await set_global_steps(self, global_steps)
     self._verl_profiling.set_policy_version(global_steps)
 
 
 def _set_up(server: Any, capture: RolloutCaptureMixin, engine: Any) -> None:
     if (settings := settings_of_server(server)) is not None:
-        capture.init_capture(settings, engine=engine, replica=server.replica_rank, node_rank=server.node_rank)
+        capture.init_capture(
+            settings, engine=engine, replica=server.replica_rank, node_rank=server.node_rank
+        )
     server._verl_profiling = capture
 
 
