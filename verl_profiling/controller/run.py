@@ -516,7 +516,8 @@ def check_folder(config: ProfilingConfig) -> None:
         if error.errno in _REFUSALS:
             raise ConfigError("save_path", f"{problem}; choose another folder") from error
         logger.warning(
-            "save_path: %s; free its disk, or nothing is captured until it can be", problem
+            "save_path: %s; free its disk or choose another folder: until then nothing is captured",
+            problem,
         )
 
 

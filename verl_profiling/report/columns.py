@@ -537,8 +537,7 @@ class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
         peers: Lanes or workers to compare with; the value of several peers is the median.
         kind: ``stage``: time in a stage without waits for other ranks. ``time``: a part of the slow
             stage, or of the step. ``kernel``: self time of a kernel. ``request``: median over an
-                engine's requests.
-            ``memory``: a peak.
+            engine's requests. ``memory``: a peak.
         name: Name of the stage, the part of the time, the kernel or the measure.
         unit: Unit of the values.
         value: Value of the suspect.

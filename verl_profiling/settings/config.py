@@ -61,11 +61,11 @@ class ProfilingConfig:
             records into ``run_2``, ``run_3``, ... inside it.
         run_id: Name of the run. A run that is started again with the same name, e.g. from a
             checkpoint, continues in ``run_2``, ``run_3``, ... ``None``: each start is a run of its
-                own.
+            own.
         spmd: Whether every rank runs the loop with its own callback, and all ranks record one
             capture together. ``None``: yes, if there are several ranks and all workers of the
             callback are objects of its process. ``False``: this callback records alone. ``True``:
-                yes, even without workers.
+            yes, even without workers.
         strict: Raise errors of tools in the training loop instead of only reporting them.
         schedule: The steps that are captured.
         select: The workers and stages that are captured.
