@@ -544,7 +544,7 @@ def _read_end(path: Path, limits: Limits, state: tuple[int, int]) -> dict[str, A
     found = _BASE_BEHIND.findall(tail)
     try:
         return {_BASE: json.loads(found[-1])} if found else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceFormatError(path, f"{_BASE} is no number ({error})") from error
 
 
