@@ -70,7 +70,7 @@ BOUNDS = (
         "a step in which nobody asks for a capture of nullcontext",
         "nobody asks",
         "nullcontext",
-        8.0,  # of which two are the look whether the folder is a link
+        6.0,
     ),
     Bound("a recorded stage (spans) of nullcontext", "recorded stage, spans", "nullcontext", 2.85),
     Bound(
@@ -80,7 +80,7 @@ BOUNDS = (
         0.2,
     ),
 )
-SYSTEM_CALLS = {"idle stage": 0, "hooks": 0, "recorded stage, spans": 2, "nobody asks": 6}
+SYSTEM_CALLS = {"idle stage": 0, "hooks": 0, "recorded stage, spans": 2, "nobody asks": 5}
 """A recorded stage reads the clock twice, and nothing else. The loop lists one folder."""
 
 
