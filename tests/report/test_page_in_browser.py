@@ -143,7 +143,7 @@ def test_a_served_page_links_into_the_timeline_alone(
     Whoever sends the page's address with another timeline in it leads nobody there.
     """
     (inputs,) = find_steps(step)
-    page, timeline = tmp_path / "report.html", tmp_path / "t.json.gz"
+    page, timeline = tmp_path / "report.html", tmp_path / "timeline.json.gz"
     page.write_text(render_html(report), encoding="utf-8")
     merge(inputs, timeline)
     with served(tmp_path, bundled_ui()) as server:
