@@ -19,7 +19,6 @@ from contextlib import suppress
 from enum import IntEnum
 from inspect import CO_COROUTINE, iscoroutine
 from itertools import islice
-from operator import itemgetter
 from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
@@ -42,13 +41,18 @@ logger = logging.getLogger(__name__)
 LOOP_FILE = "loop.json"
 """Written by the loop; while it is there, each process writes a file of its own."""
 
-_MOST_PARTS, _MOST_FACTS, _MOST_TASKS = 50, 8, 100
+# Bounds of a file: a hung agent loop has a span and a task for each of its samples.
+_MOST_PARTS = 50
+_MOST_FACTS = 8
+_MOST_TASKS = 100
 _PLAIN = (str, int, float)
 """Types of facts that are read; to print a tensor could wait for the device that hangs."""
 
 _LIBRARIES = {*sys.stdlib_module_names, "ray", "torch", "verl_profiling"}
-_STARTS_ACTORS, _COLLECTIVES = "default_worker.py", "distributed_c10d.py"
-_STOPPED = "Tt"  # states in /proc
+_STARTS_ACTORS = "default_worker.py"
+_COLLECTIVES = "distributed_c10d.py"
+_STOPPED = ("T", "t")  # states in /proc
+_DEAD = ("Z", "X")
 
 
 class OpenPart(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -133,18 +137,28 @@ class HangReporter:
         role: str,
         sums: Callable[[], Iterable[StageSums]],
     ) -> None:
-        self.reports, self._lane, self._role, self._sums = reports, lane, role, sums
-        self._loop, self.ended = asyncio._get_running_loop(), threading.Event()
-        self._tokens: tuple[list[object], int] = [], 0
+        self.reports = reports
+        self.ended = threading.Event()
+        self._lane = lane
+        self._role = role
+        self._sums = sums
+        self._loop = asyncio._get_running_loop()
+        self._tokens: list[object] = []
+        self._new_token_ns = 0
 
     def report(self, ended: threading.Event) -> None:
         """Write the file of this process whenever the loop's file is there; at the end,
         look once more.
         """
-        path, written_ns, is_last = Path(self.reports[0], f"{self._lane}.json"), 0, False
+        folder, pause_s = self.reports
+        path = Path(folder, f"{self._lane}.json")
+        written_ns = 0
+        is_last = False
         try:
             while not is_last:
-                is_last, asked_ns, _ = ended.wait(self.reports[1]), 0, self._token_ns()
+                is_last = ended.wait(pause_s)
+                self._token_ns()  # a token is dated by the look that sees it first
+                asked_ns = 0
                 with suppress(OSError):
                     asked_ns = path.with_name(LOOP_FILE).stat().st_mtime_ns
                 if asked_ns and asked_ns != written_ns:
@@ -159,39 +173,34 @@ class HangReporter:
 
     def last_ns(self) -> int:
         """Return when a stage or span began or ended last, or when a new token was seen first."""
-        times_ns: list[int] = [sums.last_ns() for sums in self._sums()]
-        return max([self._token_ns(), *times_ns, *(span.begin_ns for span in open_spans())])
+        times_ns = [self._token_ns()]
+        times_ns += [sums.last_ns() for sums in self._sums()]
+        times_ns += [span.begin_ns for span in open_spans()]
+        return max(times_ns)
 
     def _token_ns(self) -> int:
         tokens = [count() for sums in self._sums() for count in sums.tokens]
-        if tokens != self._tokens[0]:
-            self._tokens = tokens, clock.now_ns()
-        return self._tokens[1]
+        if tokens != self._tokens:
+            self._tokens = tokens
+            self._new_token_ns = clock.now_ns()
+        return self._new_token_ns
 
     def stages(self) -> list[tuple[int, str]]:
         """Return the open outermost stages with their begin (unix ns), in order."""
-        return sorted(
-            (one.begin_ns, one.name) for sums in self._sums() for one in [*sums.open.values()]
-        )
+        stages = []
+        for sums in self._sums():
+            stages += [(stage.begin_ns, stage.name) for stage in [*sums.open.values()]]
+        return sorted(stages)
 
     def state(self, asked_ns: int) -> ProcessState:
         """Return the state of this process; ``asked_ns`` is the time of the loop's file."""
-        now_ns, here, main = clock.now_ns(), threading.get_ident(), threading.main_thread().ident
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        stacks = {
-            f"{names.get(ident)} {ident}": [frame for frame, _ in walk_stack(top)]
-            for ident, top in sorted(sys._current_frames().items(), key=lambda one: one[0] != main)
-            if ident != here
-        }
-        coroutines = [
-            one for one in stacks.values() if any(at.f_code.co_flags & CO_COROUTINE for at in one)
-        ]
-        found = ((stack, frame) for stack in (*coroutines, *stacks.values()) for frame in stack)
-        stack, code = next(
-            ((stack, _place(frame)) for stack, frame in found if _is_user(frame)), ([], "")
-        )
-        files = [frame.f_code.co_filename for frame in stack]
-        in_collective = any(name.endswith(_COLLECTIVES) for name in files)
+        now_ns = clock.now_ns()
+        stacks = _stacks()
+        # What a coroutine does is looked at first, as it keeps its event loop from all others.
+        coroutines = [stack for stack in stacks.values() if _has_coroutine(stack)]
+        stack, code = _user_code([*coroutines, *stacks.values()])
+        spans = sorted(_innermost(now_ns), key=lambda part: (part.waits, -part.open_s))
+        is_engine = self._role == ROLLOUT_ROLE
         return ProcessState(
             lane=self._lane,
             role=self._role,
@@ -199,34 +208,24 @@ class HangReporter:
             asked_ns=asked_ns,
             quiet_s=(now_ns - self.last_ns()) / 1e9,
             stages=[OpenPart(name, (now_ns - begin_ns) / 1e9) for begin_ns, name in self.stages()],
-            spans=sorted(_innermost(now_ns), key=lambda part: (part.waits, -part.open_s))[
-                :_MOST_PARTS
-            ],
+            spans=spans[:_MOST_PARTS],
             code=code,
-            calls="collective"
-            if in_collective
-            else "ray"
-            if any("/ray/" in name for name in files)
-            else "",
+            calls=_library_called(stack),
             in_coroutine=bool(coroutines),
             collectives={group: number for group, number, _ in entered_collectives()},
-            threads={name: [*map(_place, stack)] for name, stack in stacks.items()},
+            threads={name: [*map(_place, frames)] for name, frames in stacks.items()},
             tasks=dict(self._tasks()),
-            problem=_stopped_child() if asked_ns and self._role == ROLLOUT_ROLE else "",
+            problem=_stopped_child() if asked_ns and is_engine else "",
         )
 
     def _tasks(self) -> Iterator[tuple[str, list[str]]]:
-        loops = {
-            self._loop,
-            *(getattr(span.trajectory, "running_loop", None) for span in open_spans()),
-        }
+        loops = {getattr(span.trajectory, "running_loop", None) for span in open_spans()}
+        loops.add(self._loop)
         with suppress(RuntimeError):  # tasks end meanwhile
             for loop in loops - {None}:
                 for task in [*asyncio.all_tasks(loop)][:_MOST_TASKS]:
-                    yield (
-                        task.get_name(),
-                        [*map(_place, islice(_awaited(task.get_coro()), _MOST_PARTS))],
-                    )
+                    frames = islice(_awaited(task.get_coro()), _MOST_PARTS)
+                    yield task.get_name(), [*map(_place, frames)]
 
 
 def in_background(function: Callable[[], None]) -> threading.Thread | None:
@@ -238,25 +237,68 @@ def in_background(function: Callable[[], None]) -> threading.Thread | None:
     return None
 
 
+def _stacks() -> dict[str, list[FrameType]]:
+    """Return the frames of each thread but this one, innermost first; the main thread is first."""
+    main = threading.main_thread().ident
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    stacks = {}
+    for ident in sorted(frames, key=lambda ident: ident != main):
+        stacks[f"{names.get(ident)} {ident}"] = [frame for frame, _ in walk_stack(frames[ident])]
+    return stacks
+
+
+def _has_coroutine(stack: Iterable[FrameType]) -> bool:
+    return any(frame.f_code.co_flags & CO_COROUTINE for frame in stack)
+
+
+def _user_code(stacks: Iterable[list[FrameType]]) -> tuple[list[FrameType], str]:
+    """Return the first stack with user code, and the innermost line of that code."""
+    for stack in stacks:
+        for frame in filter(_is_user, stack):
+            return stack, _place(frame)
+    return [], ""
+
+
+def _library_called(stack: Iterable[FrameType]) -> str:
+    """Return the library that user code waits in, as in :attr:`ProcessState.calls`."""
+    files = [frame.f_code.co_filename for frame in stack]
+    if any(name.endswith(_COLLECTIVES) for name in files):
+        return "collective"
+    return "ray" if any("/ray/" in name for name in files) else ""
+
+
 def _stopped_child() -> str:
     """Return a clause on a process, started by this one or its children,
     that a signal has stopped.
     """
-    own, found = str(os.getpid()), {}
+    this = str(os.getpid())
+    processes: dict[str, tuple[str, str, str]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            name, _, fields = path.read_text(errors="replace").rpartition(
-                ")"
-            )  # names are cut at 15 bytes
-            found[path.parent.name] = (name.partition("(")[2], *fields.split()[:2])
-    for pid, (name, status, parent) in found.items():
-        for _ in found:  # a pid may be used again meanwhile, so that parents form a ring
-            if parent == own or parent not in found:
+            processes[path.parent.name] = _process_status(path)
+    for pid, (name, status, parent) in processes.items():
+        if status != "T":
+            continue
+        for _ in processes:  # a pid may be used again meanwhile, so that parents form a ring
+            if parent == this or parent not in processes:
                 break
-            parent = found[parent][2]
-        if status == "T" and parent == own:
+            parent = processes[parent][2]
+        if parent == this:
             return f"has a process that is stopped by a signal ({name}, pid {pid})"
     return ""
+
+
+def _process_status(path: Path) -> tuple[str, str, str]:
+    """Return name, state and parent of a process from its ``/proc/<pid>/stat``.
+
+    Raises:
+        OSError: There is no such process.
+    """
+    before, _, fields = path.read_text(errors="replace").rpartition(")")
+    status, parent = fields.split()[:2]
+    return before.partition("(")[2], status, parent
 
 
 def _innermost(now_ns: int) -> Iterator[OpenPart]:
@@ -264,35 +306,30 @@ def _innermost(now_ns: int) -> Iterator[OpenPart]:
     opened = [span for span in open_spans() if span.begin_ns]
     around = {id(span.parent) for span in opened}
     for span in opened:
-        if id(span) not in around:
-            whole = span.trajectory
-            name = f"{whole.group}, sample {whole.sample}" if whole is not None else ""
-            known = [
-                (fact, value) for fact, value in [*span.facts.items()] if isinstance(value, _PLAIN)
-            ]
-            facts = {str(fact): str(value)[:99] for fact, value in known[:_MOST_FACTS]}
-            yield OpenPart(str(span.name), (now_ns - span.begin_ns) / 1e9, name, facts)
+        if id(span) in around:
+            continue
+        whole = span.trajectory
+        name = f"{whole.group}, sample {whole.sample}" if whole is not None else ""
+        plain = [fact for fact in [*span.facts.items()] if isinstance(fact[1], _PLAIN)]
+        facts = {str(fact): str(value)[:99] for fact, value in plain[:_MOST_FACTS]}
+        yield OpenPart(str(span.name), (now_ns - span.begin_ns) / 1e9, name, facts)
 
 
 def _awaited(coroutine: Any) -> Iterator[FrameType]:
     """Yield the frames of a coroutine and of what it awaits, from outside to inside."""
     while coroutine is not None:
         yield from filter(None, [getattr(coroutine, "cr_frame", None)])
-        inside = filter(
-            iscoroutine, gc.get_referents(coroutine)
-        )  # of Ray's, which are no Python code
+        # The awaitables of Ray are no Python code, and have no cr_await.
+        inside = filter(iscoroutine, gc.get_referents(coroutine))
         coroutine = getattr(coroutine, "cr_await", None) or next(inside, None)
 
 
 def _is_user(frame: FrameType) -> bool:
-    module, file = (
-        str(frame.f_globals.get("__name__", "")).partition(".")[0],
-        frame.f_code.co_filename,
-    )
-    is_made = (
-        file.startswith("<") and module != "__main__"
-    )  # by a library, such as methods of a dataclass
-    return not is_made and module not in _LIBRARIES and not file.endswith(_STARTS_ACTORS)
+    file = frame.f_code.co_filename
+    module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    if file.startswith("<") and module != "__main__":
+        return False  # made by a library, such as methods of a dataclass
+    return module not in _LIBRARIES and not file.endswith(_STARTS_ACTORS)
 
 
 def _place(frame: FrameType) -> str:
@@ -328,10 +365,10 @@ def culprit(everyone: Sequence[ProcessState], stage: str) -> tuple[str, str, lis
         everyone: The loop's process, and the others.
         stage: The stage that is open in the loop.
     """
-    found = [(*_reason(one, everyone, stage), one.lane) for one in everyone]
-    *_, reason, lane = min(found, key=itemgetter(0, 1))
-    others = [one for one in everyone if one.lane != lane and (one.spans or one.stages)]
-    return lane, reason, [f"{one.lane} in {_named(one)}" for one in others][:8]
+    reasons = [(_reason(state, everyone, stage), state.lane) for state in everyone]
+    (*_, clause), lane = min(reasons, key=lambda reason: reason[0][:2])
+    others = [state for state in everyone if state.lane != lane and (state.spans or state.stages)]
+    return lane, clause, [f"{state.lane} in {_named(state)}" for state in others[:8]]
 
 
 def silent(
@@ -345,30 +382,30 @@ def silent(
         process: The process.
         seen: Clock domains of the processes whose files are visible here.
     """
+    where = f"(pid {process.pid}"
+    status = ""
     if (process.clock_domain, process.namespace) == (clock.domain(), pid_namespace()):
         with suppress(OSError):
-            text = Path(f"/proc/{process.pid}/stat").read_text(errors="replace")
-            status = text.rpartition(")")[2].split()[0]
-            if status in f"{_STOPPED}ZX":
-                problem = (
-                    f"is {'dead' if status in 'ZX' else 'stopped by a signal'} (pid {process.pid})"
-                )
-                return ProcessState(lane, role, problem=problem, distance=_Kind.DEAD_OR_STOPPED)
-    is_seen = process.clock_domain in (*seen, clock.domain())
-    unseen = "" if is_seen else ", nor does any process of its host"
-    problem = f"answers nothing, and writes no file{unseen} (pid {process.pid} on {process.host})"
-    return ProcessState(
-        lane,
-        role,
-        problem=problem,
-        distance=_Kind.WRITES_NOTHING if is_seen else _Kind.HOST_IS_UNKNOWN,
-    )
+            _, status, _ = _process_status(Path(f"/proc/{process.pid}/stat"))
+    if status in _DEAD or status in _STOPPED:
+        how = "dead" if status in _DEAD else "stopped by a signal"
+        return ProcessState(
+            lane, role, problem=f"is {how} {where})", distance=_Kind.DEAD_OR_STOPPED
+        )
+    where += f" on {process.host})"
+    if process.clock_domain in (*seen, clock.domain()):
+        problem = f"answers nothing, and writes no file {where}"
+        return ProcessState(lane, role, problem=problem, distance=_Kind.WRITES_NOTHING)
+    problem = f"answers nothing, and writes no file, nor does any process of its host {where}"
+    return ProcessState(lane, role, problem=problem, distance=_Kind.HOST_IS_UNKNOWN)
 
 
-def _reason(
-    state: ProcessState, everyone: Sequence[ProcessState], stage: str
-) -> tuple[int, float, str]:
-    """Return the kind of hang of a process, its time in its open part (s, negative), and a clause.
+_Reason = tuple[int, float, str]
+"""Kind of hang of a process, its time in its open part (s, negative), and a clause."""
+
+
+def _reason(state: ProcessState, everyone: Sequence[ProcessState], stage: str) -> _Reason:
+    """Return the kind of hang of a process, with the reason; the first rule that fits holds.
 
     Args:
         state: The process.
@@ -376,57 +413,81 @@ def _reason(
         stage: The stage that is open in the loop.
     """
     loop, *others = everyone
-    names = {part.name for one in others if one.role != state.role for part in one.stages}
-    spans = [
-        span for span in state.spans if span.name not in names
-    ]  # an engine's stage explains a generate
-    spans.sort(
-        key=lambda span: (span.waits, not span.trajectory, span.name == TRAJECTORY, -span.open_s)
-    )
-    opened = spans or state.spans or state.stages[-1:]
-    longest_s, what = opened[0].open_s if opened else 0.0, f"is in {_named(state, opened)}"
     if state.problem:
         return state.distance, 0.0, state.problem
+    spans = _unexplained(state, others)
+    part = _innermost_part(state, spans)
+    longest_s = 0.0 if part is None else part.open_s
+    what = f"is in {_named(state, spans)}"
     if state.in_coroutine and not state.answers:
         # No span begins while the event loop is blocked, so the latest one is in the way.
-        blocks = (
-            f"blocks its event loop at {state.code}; it is in {_named(state, state.spans[-1:])}"
-        )
-        return _Kind.BLOCKS_ITS_EVENT_LOOP, -longest_s, blocks
-    if _is_late([one for one in everyone if one.role == state.role], state):
+        latest = _named(state, state.spans[-1:])
+        clause = f"blocks its event loop at {state.code}; it is in {latest}"
+        return _Kind.BLOCKS_ITS_EVENT_LOOP, -longest_s, clause
+    if _is_late([peer for peer in everyone if peer.role == state.role], state):
         clause = f"{what}, and has not entered the collective of the others"
         return _Kind.LATE_IN_A_COLLECTIVE, -longest_s, clause
     if state is not loop and state.stages and not state.spans:
-        requests = " with requests, of which none ends" if state.role == ROLLOUT_ROLE else ""
-        at = f" at {state.code}" if state.code else ""
-        is_first = stage in [part.name for part in state.stages]
-        kind = _Kind.IN_THE_STAGE_OF_THE_LOOP if is_first else _Kind.IN_ANOTHER_STAGE
-        return kind, -longest_s, f"{what}{requests}{at}"
+        kind = _Kind.IN_ANOTHER_STAGE
+        if any(part.name == stage for part in state.stages):
+            kind = _Kind.IN_THE_STAGE_OF_THE_LOOP
+        return kind, -longest_s, f"{what}{_work_of_a_stage(state)}"
     if spans:
         kind = _Kind.IN_SPANS_THAT_WAIT if spans[0].waits else _Kind.IN_A_SPAN
         return kind, -longest_s if spans[0].trajectory else 0.0, what
+    return _in_no_part(state, is_loop=state is loop, has_others=bool(others))
+
+
+def _in_no_part(state: ProcessState, is_loop: bool, has_others: bool) -> _Reason:
+    """Return the reason of a process without open stages and spans to report."""
     if not state.answers:
         return _Kind.ANSWERS_NO_CALL, 0.0, f"answers no call, and is at {state.code}"
-    if state is loop and state.calls == "ray" and others:
+    clause = f"is in its own code at {state.code}"
+    if not is_loop:
+        return _Kind.IN_ITS_OWN_CODE, 0.0, clause
+    if state.calls == "ray" and has_others:
         clause = f"waits at {state.code} for Ray, with no worker in anything; is a task scheduled?"
-        return _Kind.LOOP_IN_ITS_OWN_CODE, 0.0, clause
-    kind = _Kind.LOOP_IN_ITS_OWN_CODE if state is loop else _Kind.IN_ITS_OWN_CODE
-    return kind, 0.0, f"is in its own code at {state.code}"
+    return _Kind.LOOP_IN_ITS_OWN_CODE, 0.0, clause
+
+
+def _unexplained(state: ProcessState, others: Iterable[ProcessState]) -> list[OpenPart]:
+    """Return the open spans that no stage of another role explains, the most telling first.
+
+    An engine's stage ``generate`` explains a span ``generate`` of an agent loop.
+    """
+    explained = {part.name for other in others if other.role != state.role for part in other.stages}
+    spans = [span for span in state.spans if span.name not in explained]
+    spans.sort(
+        key=lambda span: (span.waits, not span.trajectory, span.name == TRAJECTORY, -span.open_s)
+    )
+    return spans
+
+
+def _work_of_a_stage(state: ProcessState) -> str:
+    requests = " with requests, of which none ends" if state.role == ROLLOUT_ROLE else ""
+    return f"{requests} at {state.code}" if state.code else requests
 
 
 def _is_late(peers: Sequence[ProcessState], state: ProcessState) -> bool:
     """Return whether a process has not entered a collective that others of its role are in."""
-    for group in {
-        group for one in peers for group in one.collectives if group.endswith(f" {len(peers)}")
-    }:
-        entered = [one.collectives.get(group, 0) for one in peers]
+    groups = {group for peer in peers for group in peer.collectives}
+    for group in groups:
+        if not group.endswith(f" {len(peers)}"):  # its ranks are not those of the role
+            continue
+        entered = [peer.collectives.get(group, 0) for peer in peers]
         if min(entered) < max(entered):
             return state.collectives.get(group, 0) < max(entered)
-    return state.calls != "collective" and any(one.calls == "collective" for one in peers)
+    return state.calls != "collective" and any(peer.calls == "collective" for peer in peers)
 
 
-def _named(state: ProcessState, opened: Sequence[OpenPart] = ()) -> str:
-    for part in (*opened, *state.spans, *state.stages[-1:]):
-        trajectory = f" of trajectory {part.trajectory}" if part.trajectory else ""
-        return f"{part.name}{trajectory} for {duration(part.open_s)}"
-    return f"its own code at {state.code}" if state.code else "no stage"
+def _innermost_part(state: ProcessState, spans: Sequence[OpenPart] = ()) -> OpenPart | None:
+    """Return the first of these spans, else of all spans, else the last stage."""
+    return next(iter((*spans, *state.spans, *state.stages[-1:])), None)
+
+
+def _named(state: ProcessState, spans: Sequence[OpenPart] = ()) -> str:
+    part = _innermost_part(state, spans)
+    if part is None:
+        return f"its own code at {state.code}" if state.code else "no stage"
+    trajectory = f" of trajectory {part.trajectory}" if part.trajectory else ""
+    return f"{part.name}{trajectory} for {duration(part.open_s)}"
