@@ -51,7 +51,7 @@ def test_merge_options_reach_the_timeline(
 ) -> None:
     """The summary says what was left out; a size that cannot be met is said with exit code 1."""
     folder = build_step(tmp_path)
-    slim = ["--stage", "rollout", "--ranks", "0", "--min-us", "1", "--max-bytes", "1M"]
+    slim = ["--stages", "rollout", "--ranks", "0", "--min-us", "1", "--max-bytes", "1M"]
     assert main(["merge", str(folder), *slim]) == EXIT_OK
     assert "left out" in capsys.readouterr().out
     [path] = folder.glob("timeline*")
@@ -66,7 +66,7 @@ def test_merge_options_reach_the_timeline(
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--stage", "rolout"], "did you mean 'rollout'"),
+        (["--stages", "rolout"], "did you mean 'rollout'"),
         (["--ranks", "7"], "selects nothing"),
         (["--ranks", "one"], "is not a list of ranks"),
         (["--ranks", "0-3000000"], "'0-3000000' is not a range of ranks"),

@@ -15,10 +15,11 @@ from rich.console import Console
 
 from verl_profiling.analysis import CapturedStep
 from verl_profiling.cli import main
-from verl_profiling.commands.top import View
+from verl_profiling.commands.top import LiveRun
 from verl_profiling.commands.view import bundled_ui
 from verl_profiling.report.html import render_html
 from verl_profiling.report.run_page import RUN_PAGE, render_run
+from verl_profiling.report.watch_frame import watch_frame
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.step import StepInputs
 
@@ -124,7 +125,7 @@ def test_the_trajectories(folder: Path, tmp_path: Path) -> None:
 def draw_top(run: Path, file: Path) -> str:
     """Draw the frame of ``top`` as it is now; return what was drawn."""
     console = Console(record=True, width=100, file=StringIO(), force_terminal=True, highlight=False)
-    console.print(View(run).frame())
+    console.print(watch_frame(LiveRun(run).read()))
     picture = console.export_svg(title="verl-profiling top")
     picture = re.sub(
         r"@font-face \{.*?\}", "", picture, flags=re.DOTALL

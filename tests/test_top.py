@@ -26,12 +26,12 @@ from step_folders import build_step, rewrite
 from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
-from verl_profiling.commands.top import View
+from verl_profiling.commands.top import LiveRun
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
 from verl_profiling.report.check import check
-from verl_profiling.report.watch_frame import Pulse, captures_so_far, logged_steps, watch_frame
+from verl_profiling.report.watch_frame import RunView, captures_so_far, logged_steps, watch_frame
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.step_summary import Hang, SpanTotal, StepSummary
 from verl_profiling.watch.sinks import WatchLog
@@ -93,7 +93,7 @@ def drawn(frame: RenderableType, width: int = 100, encoding: str = "utf-8") -> l
 
 
 def frame_of(*steps: StepSummary) -> RenderableType:
-    return watch_frame("r", Pulse(says="lives"), steps)
+    return watch_frame(RunView(run=Path("r"), state="lives", watch=steps))
 
 
 class TestOneFrame:
@@ -324,21 +324,21 @@ class TestLive:
         write_run(tmp_path)
         log, path = WatchLog(tmp_path), tmp_path / WATCH_LOG
         log(summary(1))
-        view = View(tmp_path)
-        view.frame()
+        live_run = LiveRun(tmp_path)
+        live_run.read()
         for number in (2, 3):
             path.rename(tmp_path / "aside")
             path.mkdir()
-            view.frame()
+            live_run.read()
             path.rmdir()
             (tmp_path / "aside").rename(path)
             log(summary(number))
-            view.frame()
-            assert view._steps[-1].step == number
+            live_run.read()
+            assert live_run.read().watch[-1].step == number
         (tmp_path / "run.json").write_text("{")
-        view.frame()
+        live_run.read()
         with pytest.raises(TraceFormatError, match=r"run\.json"):
-            view.frame()
+            live_run.read()
 
     @contextmanager
     def top(self, run: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
@@ -390,7 +390,7 @@ class TestLive:
         def interrupted(*_: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("verl_profiling.commands.top.View.frame", interrupted)
+        monkeypatch.setattr("verl_profiling.commands.top.LiveRun.read", interrupted)
         monkeypatch.setenv("FORCE_COLOR", "1")  # the console takes this for a terminal
         assert main(["top", str(run)]) == EXIT_OK
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import verl_profiling
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_OK
-from verl_profiling.errors import ProfilingError
+from verl_profiling.errors import ProfilingError, choices_hint
 from verl_profiling.units import visible
 
 COMMANDS = {
@@ -61,11 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", dest="command", required=True
     )
+    subparsers = {}
     for name, summary in COMMANDS.items():
-        subparser = commands.add_parser(name, help=summary)
+        subparsers[name] = commands.add_parser(name, help=summary, allow_abbrev=False)
         if name in argv[:1]:
-            _module(name).configure(subparser)
-    arguments = parser.parse_args(argv)
+            _module(name).configure(subparsers[name])
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        return _fail(_unknown_argument(unknown[0], subparsers[arguments.command]))
     gc.set_threshold(100_000, 50, 100)  # commands make millions of objects, and hardly a cycle
     try:
         code: int = _module(arguments.command).run(arguments)
@@ -80,6 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted")
     return code
+
+
+def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> str:
+    options = parser.format_usage().replace("[", " ").split()
+    choices = choices_hint(argument, {word.rstrip("]") for word in options if word[:1] == "-"})
+    return f"{parser.prog}: unknown argument {argument}; {choices}"
 
 
 def _module(command: str) -> Any:

@@ -175,7 +175,7 @@ def test_a_wait_is_no_work(
     assert half is None or "wait" not in half.change
     name = plan.wait.removeprefix("wait:")
     assert not any(f"wait `{name}`" in finding.text for finding in step.report().findings[:1])
-    assert main(["what-if", str(before), "--tool", f"{plan.wait}=0.1s"]) == 2
+    assert main(["what-if", str(before), "--tools", f"{plan.wait}=0.1s"]) == 2
     capsys.readouterr()
     assert main(["diff", str(before), str(after)]) == 0
     (_, explained, *_) = capsys.readouterr().out.split("\n\n")[0].splitlines()

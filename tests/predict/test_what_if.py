@@ -126,13 +126,13 @@ def test_the_ranked_list_predicts_what_each_option_predicts(tmp_path: Path) -> N
         name, _, number = value.partition("=")
         changes = {
             "--scale": {"scale": {name: 0.5}},
-            "--tool": {"tools": {name: number}},
+            "--tools": {"tools": {name: number}},
             "--unblock": {"unblock": [name]},
             "--no-tail": {"no_tail": 90.0},
         }
         assert step.what_if(**changes[option]).predicted_us == pytest.approx(row.predicted_us)
         tried.add(option)
-    assert tried == {"--scale", "--tool", "--unblock", "--no-tail"}
+    assert tried == {"--scale", "--tools", "--unblock", "--no-tail"}
 
 
 def test_after_a_change_the_next_ones_are_ranked(
@@ -161,12 +161,12 @@ def test_after_a_change_the_next_ones_are_ranked(
 def test_after_a_change_of_a_tool_its_new_time_is_halved(tmp_path: Path) -> None:
     agents(tmp_path)
     for changes, option in (
-        ({"tools": {"search": 0.5}}, "--tool search=0.25s"),
-        ({"tools": {"search": "0.5x"}}, "--tool search=0.25x"),
-        ({"scale": {"rollout": 0.5}}, "--tool search=0.5x"),
+        ({"tools": {"search": 0.5}}, "--tools search=0.25s"),
+        ({"tools": {"search": "0.5x"}}, "--tools search=0.25x"),
+        ({"scale": {"rollout": 0.5}}, "--tools search=0.5x"),
     ):
         found = open_step(tmp_path).what_if(**changes)
-        (row,) = (row for row in found.what_would_help if row.option.startswith("--tool"))
+        (row,) = (row for row in found.what_would_help if row.option.startswith("--tools"))
         assert (row.option, row.change) == (option, "search in 50% of its time")
         assert row.difference_us == pytest.approx(-0.25e6)
 
@@ -205,7 +205,7 @@ def test_the_path_is_the_first_process_of_the_timeline(
     assert main(["merge", str(tmp_path)]) == 0
     events = read_events(Path(capsys.readouterr().out.split()[0]))
     assert not any(event.get("cat") == "critical path" for event in events)
-    for stage, parts in ([], 9), (["--stage", "reward"], 2):
+    for stage, parts in ([], 9), (["--stages", "reward"], 2):
         assert main(["merge", str(tmp_path), "--critical-path", *stage]) == 0
         events = read_events(Path(capsys.readouterr().out.split()[0]))
         slices = [event for event in events if event.get("cat") == "critical path"]
@@ -415,7 +415,7 @@ def test_a_tool_takes_its_spans_along_and_leaves_other_calls(tmp_path: Path) -> 
     assert slower.predicted_us == pytest.approx(7e6)
     assert slower.notes[0].startswith("extrapolated: calls of search took 600 ms to 600 ms")
     (saved,) = (
-        row for row in step.what_if().what_would_help if row.option.startswith("--tool sandbox=")
+        row for row in step.what_if().what_would_help if row.option.startswith("--tools sandbox=")
     )
     assert saved.difference_us == pytest.approx(-1e6)
 
@@ -428,7 +428,7 @@ def test_only_a_name_of_its_own_is_a_change_to_try(tmp_path: Path) -> None:
     log.add_to(tmp_path)
     step = open_step(tmp_path)
     options = [row.option for row in step.what_if().what_would_help]
-    assert [option for option in options if "--tool" in option] == ["--tool search=0.5x"]
+    assert [option for option in options if "--tools" in option] == ["--tools search=0.5x"]
     with pytest.raises(ConfigError, match="choose from: sandbox, search"):
         step.what_if(tools={"(all others)": 1.0})
 
@@ -443,8 +443,8 @@ def test_calls_around_a_tool_are_the_same_change(tmp_path: Path) -> None:
     drawn_inputs(tmp_path, [("rollout", 0, 8.2)], [])
     log.add_to(tmp_path)
     options = [row.option for row in open_step(tmp_path).what_if().what_would_help]
-    tools = [option for option in options if "--tool" in option]
-    assert tools == ["--tool search=0.5x", "--tool reward=0.5x", "--tool start=0.5x"]
+    tools = [option for option in options if "--tools" in option]
+    assert tools == ["--tools search=0.5x", "--tools reward=0.5x", "--tools start=0.5x"]
 
 
 def test_loop_lag_goes_with_the_tool_that_blocks_the_loop(tmp_path: Path) -> None:
@@ -691,10 +691,10 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
 def test_changes_are_said_as_they_were_given(tmp_path: Path) -> None:
     agents(tmp_path)
     found = open_step(tmp_path).what_if(no_tail=99.95, tools={"search": 1234.5})
-    assert found.changes == ["--no-tail 99.95", "--tool search=1234.5s"]
+    assert found.changes == ["--no-tail 99.95", "--tools search=1234.5s"]
 
 
-@pytest.mark.parametrize("wrong", [["--scale", "0.5"], ["--tool", "a=fast"], ["--no-tail", "-1"]])
+@pytest.mark.parametrize("wrong", [["--scale", "0.5"], ["--tools", "a=fast"], ["--no-tail", "-1"]])
 def test_wrong_values_are_refused(tmp_path: Path, wrong: list[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["what-if", str(tmp_path), *wrong])

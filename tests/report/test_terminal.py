@@ -103,7 +103,7 @@ def test_long_names_make_the_first_screen_no_longer(report: Report, suspects: in
     finding = Finding(rule="idle", text="t" * 190, advice="a" * 90, seconds=1.0)
     tool = {
         "change": "browser_open_and_screenshot_with_all_its_frames in 50% of its time",
-        "option": "--tool browser_open_and_screenshot=0.5x",
+        "option": "--tools browser_open_and_screenshot=0.5x",
         "hours_a_day": 12345.6,
         "unit": "GPU-hours",
     }
@@ -122,6 +122,6 @@ def test_long_names_make_the_first_screen_no_longer(report: Report, suspects: in
     shown = printed(worst, 100, everything=False)
     assert len(shown.splitlines()) <= 45
     assert re.search(
-        r"\nbrowser.*….* time +--tool browser_open_and_screenshot=0\.5x +\d.*hours\n", shown
+        r"\nbrowser.*….* time +--tools browser_open_and_screenshot=0\.5x +\d.*hours\n", shown
     )
     assert "\n3 more findings and 18 more notes: --all\n" in shown

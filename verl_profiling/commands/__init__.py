@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from verl_profiling.remote import is_url
 
 EXIT_OK = 0
@@ -25,7 +27,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 def option(
-    parser: argparse.ArgumentParser,
+    parser: argparse._ActionsContainer,
     usage: str,
     help: str,
     read: Callable[[str], Any] = str,
@@ -41,16 +43,44 @@ def option(
             ``--ray [ADDRESS]`` (the value may be left out).
         help: Description of the option.
         read: Function that parses the value.
-        many: Whether the option is repeatable, with a list of values.
+        many: Whether ``read`` returns several values; the option is repeatable, and collects them.
         more: Further arguments of ``add_argument``.
     """
     names = [word for word in usage.split() if word.startswith("-")]
     if value := usage.removeprefix(" ".join(names)).strip():
         more |= {"nargs": "?"} if value.startswith("[") else {}
-        more |= {"action": "append", "default": []} if many else {}
+        more |= {"action": "extend", "default": []} if many else {}
         parser.add_argument(*names, metavar=value.strip("[]"), type=read, help=help, **more)
     else:
         parser.add_argument(*names, action="store_true", help=help, **more)
+
+
+def add_json(parser: argparse.ArgumentParser, documents: str = "one document") -> None:
+    """Add the option ``--json``.
+
+    Args:
+        parser: The parser.
+        documents: Number of printed documents.
+    """
+    option(parser, "--json", f"print JSON, {documents} (see docs/automation.md)")
+
+
+def print_json(document: object) -> None:
+    """Print a document as one line of JSON."""
+    print(msgspec.json.encode(document, enc_hook=str).decode(), flush=True)
+
+
+def names(text: str) -> list[str]:
+    r"""Parse a list of names, e.g. ``rollout,reward``; a comma of a name is written ``\,``.
+
+    Raises:
+        ArgumentTypeError: A name is empty.
+    """
+    parts = re.split(r"(?<!\\),", text)
+    listed = [part.replace("\\,", ",").strip() for part in parts]
+    if not all(listed):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of names such as A,B")
+    return listed
 
 
 def local_path(text: str) -> Path:
@@ -111,3 +141,12 @@ def at_least_0(kind: str) -> Callable[[str], float]:
         return value
 
     return read
+
+
+def percentage(text: str) -> float:
+    """Parse a percentage, e.g. ``5%`` or ``5``.
+
+    Raises:
+        ArgumentTypeError: The text is not such a number.
+    """
+    return at_least_0("a percentage such as 5%")(text.removesuffix("%"))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-
-import msgspec
+from collections.abc import Sequence
 
 from verl_profiling.analysis import open_run
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK, option
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK, add_json, print_json
 from verl_profiling.commands.common import add_paths, add_ray
 from verl_profiling.report.check import CheckResult
 from verl_profiling.units import visible
@@ -26,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: verl-profiling check outputs/run && echo complete"
     add_paths(parser)
     add_ray(parser)
-    option(parser, "--json", "print JSON, one document per path")
+    add_json(parser, "one document per path")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -34,15 +33,20 @@ def run(arguments: argparse.Namespace) -> int:
     results = [open_run(path, ray=arguments.ray).check() for path in dict.fromkeys(arguments.paths)]
     if arguments.json:
         for result in results:
-            print(msgspec.json.encode(result).decode())
+            print_json(result)
     else:
-        for result in results:
-            _print(result, where=f"{visible(result.directory)}/" if len(results) > 1 else "")
-            print(f"{result.note}\n" if result.note else "", end="")
-        artifacts = [entry for result in results for entry in result.artifacts]
-        bad = sum(entry.status not in ("ok", "skipped") for entry in artifacts)
-        print(f"{len(artifacts)} artifacts, " + (f"{bad} not ok" if bad else "all ok"))
+        _print_all(results)
     return EXIT_OK if all(result.ok for result in results) else EXIT_FINDING
+
+
+def _print_all(results: Sequence[CheckResult]) -> None:
+    for result in results:
+        _print(result, where=f"{visible(result.directory)}/" if len(results) > 1 else "")
+        if result.note:
+            print(result.note)
+    artifacts = [entry for result in results for entry in result.artifacts]
+    bad = sum(entry.status not in ("ok", "skipped") for entry in artifacts)
+    print(f"{len(artifacts)} artifacts, " + (f"{bad} not ok" if bad else "all ok"))
 
 
 def _print(result: CheckResult, where: str) -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK, local_path, option
+from verl_profiling.commands import (
+    EXIT_FINDING,
+    EXIT_OK,
+    add_json,
+    local_path,
+    option,
+    print_json,
+)
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.nsys import collect
 from verl_profiling.units import visible
@@ -27,6 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "path", type=local_path, metavar="PATH", help="run folder, or a step folder of it"
     )
     option(parser, "--export", "export each report first (needs nsys)")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,7 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not path.is_dir():
         raise TraceFormatError(path, "no such folder")
     collected = collect(path, export=arguments.export)
-    for entry in collected:
-        reason = f"  {entry.reason}" if entry.reason else ""
-        print(visible(f"{entry.status:<10}  {entry.path}{reason}"))
+    if arguments.json:
+        print_json({"artifacts": collected})
+    else:
+        for entry in collected:
+            reason = f"  {entry.reason}" if entry.reason else ""
+            print(visible(f"{entry.status:<10}  {entry.path}{reason}"))
     return EXIT_OK if all(entry.status == "ok" for entry in collected) else EXIT_FINDING

@@ -38,7 +38,7 @@ def add_paths(parser: argparse.ArgumentParser) -> None:
 def add_communication(parser: argparse.ArgumentParser) -> None:
     """Add the option for further communication kernels."""
     help = "regular expression of further communication kernels; repeatable"
-    option(parser, "--communication PATTERN", help, many=True)
+    option(parser, "--communication PATTERN", help, lambda pattern: [pattern], many=True)
 
 
 def add_ray(parser: argparse.ArgumentParser) -> None:

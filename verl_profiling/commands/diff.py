@@ -11,7 +11,15 @@ import msgspec
 from rich.console import Console
 
 from verl_profiling.analysis import saved_report
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK, at_least_0, local_path, option
+from verl_profiling.commands import (
+    EXIT_FINDING,
+    EXIT_OK,
+    add_json,
+    local_path,
+    option,
+    percentage,
+    print_json,
+)
 from verl_profiling.commands.common import StepByStep, add_communication, warn, watched
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.predict.explain import explain
@@ -41,12 +49,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
             help="step folder, run folder or report.json",
         )
     add_communication(parser)
-    option(parser, "--json", "print JSON")
+    add_json(parser)
     help = (
         "exit 1 if the step or a stage got slower by more than this share and by more "
         "than the known noise"
     )
-    option(parser, "--fail-above PERCENT", help, _share)
+    option(parser, "--fail-above PERCENT", help, percentage)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -58,32 +66,36 @@ def run(arguments: argparse.Namespace) -> int:
     diff = compare(
         before.reports, after.reports, (before.logged, after.logged), _explained(before, after)
     )
+    exit_code = max(before.exit_code, after.exit_code)
+    verdict = ""
+    if arguments.fail_above is not None:
+        slower = diff.slower_than(arguments.fail_above / 100)
+        verdict = _verdict(diff, slower, arguments.fail_above)
+        exit_code = EXIT_FINDING if slower else exit_code
     if arguments.json:
-        print(msgspec.json.encode(diff).decode())
+        sentences = {"basis": diff.basis, "explained": diff.explained, "verdict": verdict}
+        print_json({**msgspec.structs.asdict(diff), **sentences})
     else:
         print_diff(diff, Console())
-    exit_code = max(before.exit_code, after.exit_code)
-    if arguments.fail_above is None:
-        return exit_code
-    slower = diff.slower_than(arguments.fail_above)
-    print(_verdict(diff, slower, arguments), file=sys.stderr if arguments.json else sys.stdout)
-    return EXIT_FINDING if slower else exit_code
+    if verdict:
+        print(verdict, file=sys.stderr if arguments.json else sys.stdout)
+    return exit_code
 
 
-def _verdict(diff: Diff, slower: list[Change], arguments: argparse.Namespace) -> str:
+def _verdict(diff: Diff, slower: list[Change], percent: float) -> str:
     """Return a sentence with the slower stages, their changes, the largest cause,
     and the compared steps.
     """
-    named = ", ".join(map(_named, slower)) or "nothing"
+    stages = ", ".join(map(_named, slower)) or "nothing"
     causes = [
-        c
-        for c in diff.changes
-        if c.kind in ("lost", "trajectory") and c.stands_out and c.change_s > 0
+        change
+        for change in diff.changes
+        if change.kind in ("lost", "trajectory") and change.stands_out and change.change_s > 0
     ]
     if slower and causes:
-        named += f"; most by {_named(max(causes, key=lambda cause: cause.change_s))}"
-    limit = f"more than {100 * arguments.fail_above:.3g}% and {duration(LEAST_S)}"
-    return f"slower by {limit}: {named} ({diff.basis})"
+        stages += f"; most by {_named(max(causes, key=lambda cause: cause.change_s))}"
+    limit = f"more than {percent:.3g}% and {duration(LEAST_S)}"
+    return f"slower by {limit}: {stages} ({diff.basis})"
 
 
 def _named(change: Change) -> str:
@@ -107,12 +119,13 @@ def _side(path: Path, arguments: argparse.Namespace) -> _Side:
     if is_uncaptured(path):
         return _Side([], [], watched(path)[0], EXIT_OK)
     work = StepByStep([path], arguments.communication)
-    found = work.reports(keep_graphs=True)
-    graphs = [step.graph for step, _ in found if step.manifest and step.graph]
+    steps = work.reports(keep_graphs=True)
+    graphs = [step.graph for step, _ in steps if step.manifest and step.graph]
     run = the_run(path)
     logged = watched(run)[0] if run.is_dir() else []
-    whole = graphs if len(graphs) == len(found) else []
-    return _Side([report for _, report in found], whole, logged, work.exit_code)
+    if len(graphs) < len(steps):
+        graphs = []
+    return _Side([report for _, report in steps], graphs, logged, work.exit_code)
 
 
 def _explained(before: _Side, after: _Side) -> dict[str, tuple[float, float]]:
@@ -126,10 +139,3 @@ def _explained(before: _Side, after: _Side) -> dict[str, tuple[float, float]]:
     except Exception as error:
         warn(f"the change cannot be explained: {type(error).__name__}: {error}")
         return {}
-
-
-def _share(text: str) -> float:
-    try:
-        return at_least_0("")(text.removesuffix("%")) / 100
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage such as 5%") from None

@@ -7,11 +7,12 @@ import importlib.util
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 
 import msgspec
 
-from verl_profiling.commands import EXIT_OK
+from verl_profiling.commands import EXIT_OK, add_json, print_json
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.settings.config import load_tool
 from verl_profiling.tools import TOOLS
@@ -25,11 +26,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "which tools can record on it."
     )
     parser.epilog = "example: verl-profiling doctor"
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the diagnosis of the machine."""
-    for diagnosis in examine_machine():
+    machine = examine_machine()
+    if arguments.json:
+        print_json({"machine": machine})
+        return EXIT_OK
+    for diagnosis in machine:
         print(f"{'!' if diagnosis.problem else ' '} {diagnosis.subject:<18}  {diagnosis.state}")
     return EXIT_OK
 
@@ -68,15 +74,11 @@ def _system() -> Iterator[Diagnosis]:
 
 def _packages() -> Iterator[Diagnosis]:
     for group, names in (("packages", _PACKAGES), ("engines", _ENGINES)):
-        found = [f"{name} {version}" for name in names if (version := _version(name))]
-        yield Diagnosis(group, ", ".join(found) or "none")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+        installed = []
+        for name in names:
+            with suppress(metadata.PackageNotFoundError):
+                installed.append(f"{name} {metadata.version(name)}")
+        yield Diagnosis(group, ", ".join(installed) or "none")
 
 
 def _accelerators() -> Iterator[Diagnosis]:

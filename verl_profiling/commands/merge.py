@@ -6,8 +6,18 @@ import argparse
 import sys
 from pathlib import Path
 
+import msgspec
+
 from verl_profiling.analysis import CapturedStep, Progress
-from verl_profiling.commands import at_least_0, count, option, size
+from verl_profiling.commands import (
+    add_json,
+    at_least_0,
+    count,
+    names,
+    option,
+    print_json,
+    size,
+)
 from verl_profiling.commands.common import StepByStep, add_paths, add_ray, progress
 from verl_profiling.errors import ConfigError
 from verl_profiling.opener import clear_leftovers
@@ -24,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "trace files and folders of them as well, sorted by step."
     )
     parser.epilog = (
-        "example: verl-profiling merge outputs/run/step_000012 --stage rollout --min-us 5"
+        "example: verl-profiling merge outputs/run/step_000012 --stages rollout --min-us 5"
     )
     add_paths(parser)
     add_ray(parser)
@@ -36,8 +46,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     option(
         parser,
-        "--stage NAME",
-        "keep only events during this stage of the loop; repeatable",
+        "--stages A,B",
+        "keep only events during these stages of the loop",
+        names,
         many=True,
     )
     option(parser, "--ranks 0,8-15", "keep only these ranks of each role, e.g. 0,8-15")
@@ -51,6 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     help = "draw the critical path as the first process; takes as long as a report"
     option(parser, "--critical-path", help)
+    add_json(parser, "one document per step")
     option(parser, "-j --jobs JOBS", "processes to use (default: %(default)s)", count, default=2)
 
 
@@ -68,17 +80,17 @@ def run(arguments: argparse.Namespace) -> int:
     with progress("merging", traces) as advance:
         for step in work.steps:
             with work.surviving():
-                print(_merge(step, arguments, advance, work))
+                _merge(step, arguments, advance, work)
     return work.exit_code
 
 
 def _merge(
     step: CapturedStep, arguments: argparse.Namespace, advance: Progress, work: StepByStep
-) -> str:
-    """Merge one step; return the line to print."""
+) -> None:
+    """Merge one step, and print the result."""
     result = step.merge(
         arguments.output,
-        stages=arguments.stage,
+        stages=arguments.stages,
         ranks=arguments.ranks,
         min_us=arguments.min_us,
         max_bytes=arguments.max_bytes,
@@ -86,14 +98,18 @@ def _merge(
         jobs=arguments.jobs,
         on_progress=advance,
     )
+    problems = list(result.problems)
     if arguments.max_bytes is not None and result.bytes > arguments.max_bytes:
         least = f"names and events of more than a second take {byte_size(result.bytes)}"
-        work.problem(
-            f"{result.path}: larger than --max-bytes {byte_size(arguments.max_bytes)}: {least}"
-        )
-    for problem in result.problems:
+        limit = f"larger than --max-bytes {byte_size(arguments.max_bytes)}"
+        problems.insert(0, f"{result.path}: {limit}: {least}")
+    for problem in problems:
         work.problem(problem)
     for note in step.inputs.notes:
         print(f"note: {visible(note)}", file=sys.stderr)
+    if arguments.json:
+        step_facts = {"title": step.inputs.title, "step": step.step, "notes": step.inputs.notes}
+        print_json({**msgspec.structs.asdict(result), **step_facts, "problems": problems})
+        return
     left_out = f", {result.left_out:,} left out" if result.left_out else ""
-    return f"{result.path}  ({byte_size(result.bytes)}, {result.events:,} events{left_out})"
+    print(f"{result.path}  ({byte_size(result.bytes)}, {result.events:,} events{left_out})")

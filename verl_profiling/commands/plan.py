@@ -11,17 +11,95 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK, option
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK, add_json, option, print_json
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ROLLOUT_ROLE, step_folder_name
 from verl_profiling.opener import read_small
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig, RoleOverride
 from verl_profiling.settings.schedule import MOST_CAPTURES, planned_captures
+from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.shifts import noticed_from
 from verl_profiling.tools import Tool
 from verl_profiling.units import step_list
 
 _SPREADS = (0.08, 0.15, 0.3)
+
+
+class Files(msgspec.Struct, frozen=True, kw_only=True):
+    """The files that a tool writes in a capture.
+
+    Attributes:
+        tool: Name of the tool.
+        suffix: Suffix of the files; empty if the tool writes none.
+        per: Owner of each file, e.g. ``worker``.
+        after_the_run: Whether the files are collected after the run.
+    """
+
+    tool: str
+    suffix: str = ""
+    per: str = ""
+    after_the_run: bool = False
+
+    def sentence(self) -> str:
+        """Return the files as text."""
+        if not self.suffix:
+            return f"{self.tool}: none; its spans are in manifest.json"
+        later = "; collected after the run" if self.after_the_run else ""
+        return f"{self.tool}: one *{self.suffix} per {self.per}{later}"
+
+
+class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The captured part of a role.
+
+    Attributes:
+        role: The role; empty for every other role.
+        enable: Whether the role is captured.
+        mode: ``e2e`` or ``discrete``.
+        workers: Selected numbers by ``ranks``, ``replicas`` or parallel dimension; empty for all.
+        stages: Captured stages in discrete mode, empty for all; ``None`` in e2e mode.
+        files: The files of each tool.
+        most_files: Maximum number of files of a capture, if every stage runs once; ``None`` if
+            unknown.
+    """
+
+    role: str
+    enable: bool
+    mode: str
+    workers: dict[str, list[int]]
+    stages: list[str] | None
+    files: list[Files]
+    most_files: int | None
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """The captures of a configuration; the document of ``plan --json``.
+
+    Attributes:
+        settings: The settings that differ from the defaults, by dotted key.
+        enable: Whether anything is captured; if not, all other fields are empty.
+        schedule: The schedule as text.
+        captures: First and last step of each capture.
+        more: Whether more captures follow.
+        warm_ups: Steps with a discarded recording.
+        never: Listed steps after the loop's last step.
+        keep_last: Number of captures that are kept on disk; ``None`` for all.
+        noticed_from: The ratio to the median from which the watch notices a slow stage within 8
+            steps, by the spread of the stage; empty if it does not look for slow stages.
+        cautions: Sentences on settings that are likely to be mistakes.
+        roles: The roles.
+    """
+
+    settings: dict[str, Any]
+    enable: bool
+    schedule: str = ""
+    captures: list[tuple[int, int]] = []
+    more: bool = False
+    warm_ups: list[int] = []
+    never: list[int] = []
+    keep_last: int | None = None
+    noticed_from: dict[float, float] = {}
+    cautions: list[str] = []
+    roles: list[RolePlan] = []
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -36,47 +114,163 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "config", type=Path, metavar="CONFIG", help="settings, as YAML or JSON, or a run.json"
     )
     option(parser, "--steps N", "number of the loop's last step", int)
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan of a configuration."""
     config = load_config(arguments.config)
-    roles = [config.for_role(role) for role in _roles(config)]
-    captures, warm_ups, more = planned_captures(config.schedule, arguments.steps)
-    print("settings (the others are the defaults)")
-    for key, value in _changed(config.to_dict(), ProfilingConfig().to_dict()):
-        print(f"  {key} = {msgspec.json.encode(value).decode()}")
+    plan = plan_of(config, arguments.steps)
+    if arguments.json:
+        print_json(plan)
+    else:
+        print("\n".join(_lines(plan, arguments.steps)))
+    # without listed steps, captures can be requested
+    has_steps = bool(plan.captures) or config.schedule.steps == ()
+    return EXIT_OK if has_steps and any(role.enable for role in plan.roles) else EXIT_FINDING
+
+
+def plan_of(config: ProfilingConfig, steps: int | None = None) -> Plan:
+    """Return the plan of a configuration.
+
+    Args:
+        config: The configuration.
+        steps: Number of the loop's last step, if known.
+    """
+    roles = [_role_plan(config.for_role(role)) for role in _roles(config)]
+    settings = dict(_changed(config.to_dict(), ProfilingConfig().to_dict()))
+    captures, warm_ups, more = planned_captures(config.schedule, steps)
     if not config.enable:
-        print("  enable = false: nothing is captured")
-        return EXIT_FINDING
-    print(f"captures ({config.schedule.in_words()})")
-    for line in _capture_lines(captures, arguments.steps, more):
-        print(f"  {line}")
-    if warm_ups:
-        print(f"  warm-up, discarded: {step_list(warm_ups)}")
-    steps = arguments.steps
-    if never := [
-        step for step in config.schedule.steps or () if steps is not None and step > steps
-    ]:
-        print(f"  never come in {steps} steps: {step_list(never)}")
-    if config.limits.keep_last is not None:
-        print(f"  kept on disk: the last {config.limits.keep_last}")
-    trigger = config.watch.trigger
-    if config.watch.enable and trigger is not None and (ratio := trigger.slow_stage) is not None:
-        each = (
-            f"{noticed_from(ratio, by):.1f} times where it varies by {by:.0%}" for by in _SPREADS
+        return Plan(settings=settings, enable=False)
+    listed = config.schedule.steps or ()
+    return Plan(
+        settings=settings,
+        enable=True,
+        schedule=config.schedule.in_words(),
+        captures=captures,
+        more=more,
+        warm_ups=warm_ups,
+        never=[step for step in listed if steps is not None and step > steps],
+        keep_last=config.limits.keep_last,
+        noticed_from=_noticed_from(config.watch),
+        cautions=config.cautions(),
+        roles=roles,
+    )
+
+
+def _noticed_from(watch: WatchOptions) -> dict[float, float]:
+    if not watch.enable or watch.trigger is None or watch.trigger.slow_stage is None:
+        return {}
+    return {spread: noticed_from(watch.trigger.slow_stage, spread) for spread in _SPREADS}
+
+
+def _role_plan(role: RoleConfig) -> RolePlan:
+    stages, runs = None, 1
+    if role.mode == "discrete":
+        stages = sorted(role.stages or ())
+        if role.role == ROLLOUT_ROLE:
+            stages = [ROLLOUT_ROLE]
+        runs = len(stages)
+    files = sum(bool(tool.suffix) for tool in role.tools)
+    ranks = len(role.ranks) if role.ranks is not None else 0
+    selected = {"ranks": role.ranks, **role.coordinates, "replicas": role.replicas}
+    return RolePlan(
+        role=role.role,
+        enable=role.enable,
+        mode=role.mode,
+        workers={
+            name: sorted(numbers) for name, numbers in selected.items() if numbers is not None
+        },
+        stages=stages,
+        files=[_files(tool, role) for tool in role.tools],
+        most_files=ranks * runs * files or None,
+    )
+
+
+def _files(tool: Tool, settings: RoleConfig) -> Files:
+    if not tool.suffix:
+        return Files(tool=tool.name)
+    owner = "worker"
+    if settings.role == ROLLOUT_ROLE:
+        owner = "replica" if tool.starts_process else "rank of each replica"
+    if settings.mode == "discrete":
+        owner += " and stage, each time that it runs"
+    return Files(tool=tool.name, suffix=tool.suffix, per=owner, after_the_run=tool.starts_process)
+
+
+def _roles(config: ProfilingConfig) -> list[str]:
+    named = list(dict.fromkeys([*(config.select.roles or ()), *config.roles]))
+    return named if config.select.roles is not None else [*named, ""]
+
+
+def _lines(plan: Plan, steps: int | None) -> Iterator[str]:
+    """Yield the plan as text."""
+    yield "settings (the others are the defaults)"
+    for key, value in plan.settings.items():
+        yield f"  {key} = {msgspec.json.encode(value).decode()}"
+    if not plan.enable:
+        yield "  enable = false: nothing is captured"
+        return
+    yield f"captures ({plan.schedule})"
+    for line in _capture_lines(plan, steps):
+        yield f"  {line}"
+    if plan.noticed_from:
+        ratios = [
+            f"{ratio:.1f} times where it varies by {spread:.0%}"
+            for spread, ratio in plan.noticed_from.items()
+        ]
+        yield (
+            f"watch: a stage that becomes slow is noticed within 8 steps from {', '.join(ratios)}"
         )
-        print(f"watch: a stage that becomes slow is noticed within 8 steps from {', '.join(each)}")
-    for caution in config.cautions():
-        print(f"caution: {caution}")
-    for role in roles:
-        print(
-            f"role {role.role}" if role.role else "every other role" if roles[1:] else "every role"
-        )
+    for caution in plan.cautions:
+        yield f"caution: {caution}"
+    other_roles = "every other role" if plan.roles[1:] else "every role"
+    for role in plan.roles:
+        yield f"role {role.role}" if role.role else other_roles
         for line in _role_lines(role):
-            print(f"  {line}")
-    some = bool(captures) or config.schedule.steps == ()  # without steps, captures can be requested
-    return EXIT_OK if some and any(role.enable for role in roles) else EXIT_FINDING
+            yield f"  {line}"
+
+
+def _capture_lines(plan: Plan, steps: int | None) -> Iterator[str]:
+    for first, last in plan.captures[:MOST_CAPTURES]:
+        numbers = f"step {first}" if first == last else f"steps {first} to {last}"
+        yield f"{numbers:<20}  {step_folder_name(first)}/"
+    if plan.more:
+        yield "... and more" + ("; --steps N sets the last step" if steps is None else "")
+    elif len(plan.captures) > MOST_CAPTURES:
+        folder = step_folder_name(plan.captures[-1][0])
+        yield f"... {len(plan.captures)} captures in all, the last in {folder}/"
+    if not plan.captures:
+        yield "none" + (f" up to step {steps}" if steps is not None else "")
+    if plan.warm_ups:
+        yield f"warm-up, discarded: {step_list(plan.warm_ups)}"
+    if plan.never:
+        yield f"never come in {steps} steps: {step_list(plan.never)}"
+    if plan.keep_last is not None:
+        yield f"kept on disk: the last {plan.keep_last}"
+
+
+def _role_lines(role: RolePlan) -> Iterator[str]:
+    """Yield lines on a role: mode, workers, stages and files,
+    with their number where it is known.
+    """
+    if not role.enable:
+        yield "not captured"
+        return
+    workers = [f"{name} {_numbers(numbers)}" for name, numbers in role.workers.items()]
+    yield f"mode     {role.mode}"
+    yield f"workers  {'; '.join(workers) or 'all'}"
+    if role.stages is not None and role.role == ROLLOUT_ROLE:
+        yield "stages   from on_rollout_begin to on_rollout_end"
+    elif role.stages is not None:
+        yield f"stages   {', '.join(role.stages) or 'all'}"
+    label = "files"
+    for files in role.files:
+        yield f"{label:<8} {files.sentence()}"
+        label = ""
+    if role.most_files is not None:
+        once = ", if every stage runs once" if role.stages is not None else ""
+        yield f"         at most {role.most_files} for each capture{once}"
 
 
 def load_config(path: Path) -> ProfilingConfig:
@@ -109,75 +303,10 @@ def _decode(path: Path) -> Any:
     return msgspec.json.decode(data) if path.suffix == ".json" else msgspec.yaml.decode(data)
 
 
-def _capture_lines(
-    captures: Sequence[tuple[int, int]], steps: int | None, more: bool
-) -> Iterator[str]:
-    for first, last in captures[:MOST_CAPTURES]:
-        what = f"step {first}" if first == last else f"steps {first} to {last}"
-        yield f"{what:<20}  {step_folder_name(first)}/"
-    if more:
-        yield "... and more" + ("; --steps N sets the last step" if steps is None else "")
-    elif len(captures) > MOST_CAPTURES:
-        yield (
-            f"... {len(captures)} captures in all, the last in {step_folder_name(captures[-1][0])}/"
-        )
-    if not captures:
-        yield "none" + (f" up to step {steps}" if steps is not None else "")
-
-
-def _role_lines(role: RoleConfig) -> Iterator[str]:
-    """Yield lines on a role: mode, workers, stages and files,
-    with their number where it is known.
-    """
-    if not role.enable:
-        yield "not captured"
-        return
-    stages, each, once = "", 1, ""
-    if role.mode == "discrete" and role.role == ROLLOUT_ROLE:
-        stages = "from on_rollout_begin to on_rollout_end"
-    elif role.mode == "discrete":
-        named = sorted(role.stages or ())
-        stages, each = ", ".join(named) or "all", len(named)
-    yield f"mode     {role.mode}"
-    yield f"workers  {_workers(role)}"
-    if stages:
-        yield f"stages   {stages}"
-        once = ", if every stage runs once"
-    for index, tool in enumerate(role.tools):
-        yield f"{'' if index else 'files':<8} {_files(tool, role)}"
-    ranks = len(role.ranks) if role.ranks is not None else 0
-    if most := ranks * each * sum(bool(tool.suffix) for tool in role.tools):
-        yield f"         at most {most} for each capture{once}"
-
-
-def _roles(config: ProfilingConfig) -> list[str]:
-    named = list(dict.fromkeys([*(config.select.roles or ()), *config.roles]))
-    return named if config.select.roles is not None else [*named, ""]
-
-
-def _workers(settings: RoleConfig) -> str:
-    chosen = {"ranks": settings.ranks, **settings.coordinates, "replicas": settings.replicas}
-    given = [
-        f"{name} {_numbers(numbers)}" for name, numbers in chosen.items() if numbers is not None
-    ]
-    return "; ".join(given) or "all"
-
-
-def _files(tool: Tool, settings: RoleConfig) -> str:
-    if not tool.suffix:
-        return f"{tool.name}: none; its spans are in manifest.json"
-    worker = "rank of each replica" if settings.role == ROLLOUT_ROLE else "worker"
-    if settings.role == ROLLOUT_ROLE and tool.starts_process:
-        worker = "replica"
-    per = f"{worker} and stage, each time that it runs" if settings.mode == "discrete" else worker
-    later = "; collected after the run" if tool.starts_process else ""
-    return f"{tool.name}: one *{tool.suffix} per {per}{later}"
-
-
-def _numbers(numbers: frozenset[int]) -> str:
-    """Return numbers as text with ranges, e.g. ``0, 8-15``."""
+def _numbers(numbers: Sequence[int]) -> str:
+    """Return sorted numbers as text with ranges, e.g. ``0, 8-15``."""
     runs: list[list[int]] = []
-    for number in sorted(numbers):
+    for number in numbers:
         if runs and number == runs[-1][-1] + 1 and number > 0:
             runs[-1][1:] = [number]
         else:

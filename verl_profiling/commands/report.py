@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
 from verl_profiling.analysis import CapturedStep, open_run
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK, option
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK, add_json, option, print_json
 from verl_profiling.commands.common import (
     StepByStep,
     add_communication,
@@ -32,16 +32,20 @@ from verl_profiling.report.tables import TABLES
 from verl_profiling.report.terminal import fitting_console, print_report
 from verl_profiling.report.watch_frame import (
     STEP,
-    Pulse,
+    RunView,
     print_run,
     seconds_of,
     thresholds_of,
+    varying_stages,
     watch_frame,
     watch_sentence,
 )
 from verl_profiling.run_files import known_run
 from verl_profiling.timeline.inputs import how_to_capture, is_uncaptured, the_run
 from verl_profiling.units import visible
+
+_Steps = list[tuple[CapturedStep, Report]]
+_WATCHED = "steps of the watch, exposed time"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_ray(parser)
     option(parser, "--verdict", "print one line; exit 1 if a finding stands out in any step")
     option(parser, "--all", "print every table, not only the first screen")
-    option(parser, "--json", "print JSON, one document per step")
+    add_json(parser, "one document per step, and one per run with a watch log")
     help = "write report.json and report.html into the folder, and index.html into that of a run"
     option(parser, "--save", help)
     option(
@@ -76,46 +80,23 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: ``--csv``, ``--tensorboard`` or ``--verdict`` is given, which need a captured
             step.
     """
-    found = [the_run(path) for path in arguments.paths]
-    runs: dict[Path, list[tuple[CapturedStep, Report]]] = {
-        run: [] for run in found if is_uncaptured(run)
-    }
-    paths = [run for run in found if run not in runs]
-    for name in ("csv", "tensorboard", "verdict"):
-        if not paths and getattr(arguments, name):
-            raise ConfigError(f"--{name}", how_to_capture(found[0]))
-    steps: list[tuple[CapturedStep, Report]] = []
-    written, code = list[Path](), EXIT_OK
-    if paths:
-        work = StepByStep(paths, arguments.communication, arguments.ray)
-        for run in runs if arguments.verdict else ():
-            work.problem(f"{run}: {how_to_capture(run)}")
-        steps, code = work.reports(), work.exit_code
-    for path in paths:
-        if sentence := open_run(path).never_came():
-            warn(sentence)
+    places = [the_run(path) for path in arguments.paths]
+    runs: dict[Path, _Steps] = {place: [] for place in places if is_uncaptured(place)}
+    captured = [place for place in places if place not in runs]
+    code, steps = EXIT_OK, _Steps()
+    if captured:
+        code, steps = _read(captured, runs, arguments)
+    else:
+        _refuse_options_of_steps(places[0], arguments)
     for step, report in steps:
         run = step.directory.parent
-        if any(run.resolve().is_relative_to(path.resolve()) for path in paths):
+        if any(run.resolve().is_relative_to(place.resolve()) for place in captured):
             runs.setdefault(run, []).append((step, report))
-        if arguments.json:
-            print(msgspec.json.encode(report).decode())
-        elif not arguments.verdict:
-            print_report(report, Console(), everything=arguments.all)
-        if arguments.save:
-            data = msgspec.json.format(msgspec.json.encode(report))
-            _write(step.output("report.json"), data)
-            _write(step.output("report.html"), render_html(report).encode())
-            written.append(step.output("report.html"))
+    written = _show_steps(steps, arguments)
     for run, of_run in runs.items():
-        written += _of_run(run, of_run, arguments)
+        written += _show_run(run, of_run, arguments)
     reports = [report for _, report in steps]
-    if arguments.csv:
-        written += write_csv(reports, arguments.csv)
-    if arguments.tensorboard:
-        with naming(arguments.tensorboard):
-            write_tensorboard(reports, arguments.tensorboard)
-        written.append(arguments.tensorboard)
+    written += _write_tables(reports, arguments)
     if arguments.verdict and _verdict(reports, arguments):
         code = EXIT_FINDING
     for path in written:
@@ -123,28 +104,62 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _of_run(
-    run: Path, steps: list[tuple[CapturedStep, Report]], arguments: argparse.Namespace
-) -> list[Path]:
-    """Show the log of a run's watch, and a table of its steps; return the written page."""
+def _refuse_options_of_steps(place: Path, arguments: argparse.Namespace) -> None:
+    for name in ("csv", "tensorboard", "verdict"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--{name}", how_to_capture(place))
+
+
+def _read(
+    captured: Sequence[Path], uncaptured: Iterable[Path], arguments: argparse.Namespace
+) -> tuple[int, _Steps]:
+    """Return the exit code and the steps of the places with captures; warn of missing steps."""
+    work = StepByStep(captured, arguments.communication, arguments.ray)
+    if arguments.verdict:
+        for run in uncaptured:
+            work.problem(f"{run}: {how_to_capture(run)}")
+    steps = work.reports()
+    for place in captured:
+        if sentence := open_run(place).never_came():
+            warn(sentence)
+    return work.exit_code, steps
+
+
+def _show_steps(steps: _Steps, arguments: argparse.Namespace) -> list[Path]:
+    """Print the report of each step; return the written pages."""
+    pages = []
+    for step, report in steps:
+        if arguments.json:
+            print_json(report)
+        elif not arguments.verdict:
+            print_report(report, Console(), everything=arguments.all)
+        if arguments.save:
+            data = msgspec.json.format(msgspec.json.encode(report))
+            _write(step.output("report.json"), data)
+            _write(step.output("report.html"), render_html(report).encode())
+            pages.append(step.output("report.html"))
+    return pages
+
+
+def _show_run(run: Path, steps: _Steps, arguments: argparse.Namespace) -> list[Path]:
+    """Print the log of a run's watch, and a table of its steps; return the written page."""
     history, hangs = watched(run)
-    steps.sort(key=lambda of: of[1].step or 0)
+    steps.sort(key=lambda of_step: of_step[1].step or 0)
     reports = [report for _, report in steps]
-    note = "" if steps else how_to_capture(run)
-    if arguments.json and not steps:
-        print(msgspec.json.encode({"run": str(run), "note": note, "watch": history}).decode())
-    elif not (arguments.json or arguments.verdict):
-        console = fitting_console(Console())
-        if not steps:
-            pulse = Pulse(says="no step was captured", hangs=hangs, is_well=False)
-            thresholds = thresholds_of(known_run(run))
-            console.print(watch_frame(run.resolve().name, pulse, history, thresholds=thresholds))
-        elif history:
-            print(visible(f"watch of {run}: {hangs or watch_sentence(history)}"))
-        captured = [{**stage_seconds(report), STEP: report.span_us / 1e6} for report in reports]
-        which = "steps of the watch, exposed time" if history else "captured steps"
-        print_run(list(map(seconds_of, history)) or captured, which, console)
-        print(f"{visible(note)}\n" if note else "", end="")
+    view = RunView(
+        run=run,
+        state=counted(len(steps), "captured step") if steps else "no step was captured",
+        hangs=hangs,
+        is_well=bool(steps) and not hangs,
+        watch=history,
+        varying=varying_stages(history, thresholds_of(known_run(run))),
+        note="" if steps else how_to_capture(run),
+    )
+    if arguments.json:
+        if history or hangs or not steps:
+            print_json(view)
+    elif not arguments.verdict:
+        _print_run(view, reports)
     if not arguments.save:
         return []
     pages = [step.output("report.html") for step, _ in steps]
@@ -152,25 +167,55 @@ def _of_run(
     return [run / RUN_PAGE]
 
 
+def _print_run(view: RunView, reports: Sequence[Report]) -> None:
+    console = fitting_console(Console())
+    if not reports:
+        console.print(watch_frame(view))
+    elif view.watch:
+        print(visible(f"watch of {view.run}: {view.hangs or watch_sentence(view.watch)}"))
+    if view.watch:
+        print_run([seconds_of(step) for step in view.watch], _WATCHED, console)
+    else:
+        steps = [{**stage_seconds(report), STEP: report.span_us / 1e6} for report in reports]
+        print_run(steps, "captured steps", console)
+    if view.note:
+        print(visible(view.note))
+
+
+def _write_tables(reports: Sequence[Report], arguments: argparse.Namespace) -> list[Path]:
+    """Write the tables and scalars that were asked for; return the written paths."""
+    written = []
+    if arguments.csv:
+        written += write_csv(reports, arguments.csv)
+    if arguments.tensorboard:
+        with naming(arguments.tensorboard):
+            write_tensorboard(reports, arguments.tensorboard)
+        written.append(arguments.tensorboard)
+    return written
+
+
 def _verdict(reports: Sequence[Report], arguments: argparse.Namespace) -> bool:
     """Print the finding with most seconds of all steps; return whether one stands out.
 
     The largest cause of the trajectories' time is usual work, and comes after all losses.
     """
-    found = [
-        (one, report) for report in reports for one in report.findings if one.rule not in OWN_COST
+    findings = [
+        (finding, report)
+        for report in reports
+        for finding in report.findings
+        if finding.rule not in OWN_COST
     ]
     text = f"{counted(len(reports), 'step')}: nothing stands out"
-    if found:
-        most, report = max(found, key=lambda one: (one[0].rule not in USUAL, one[0].seconds))
-        text = f"{report.title}: {most.text}" + (f" Try: {most.advice}." if most.advice else "")
-        text += "".join(
-            f" Would help most: {row.change} ({row.option}), {row.difference_share:+.0%} of "
-            "the step."
-            for row in TABLES["what_would_help"].rows_shown(report)[:1]
-        )
+    if findings:
+        finding, report = max(findings, key=lambda of: (of[0].rule not in USUAL, of[0].seconds))
+        text = f"{report.title}: {finding.text}"
+        if finding.advice:
+            text += f" Try: {finding.advice}."
+        for row in TABLES["what_would_help"].rows_shown(report)[:1]:
+            effect = f"{row.difference_share:+.0%} of the step"
+            text += f" Would help most: {row.change} ({row.option}), {effect}."
     print(visible(text), file=sys.stderr if arguments.json else sys.stdout)
-    return any(one.rule not in USUAL for one, _ in found)
+    return any(finding.rule not in USUAL for finding, _ in findings)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -7,18 +7,27 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK, at_least_0, local_path, option
+from verl_profiling.commands import (
+    EXIT_FINDING,
+    EXIT_OK,
+    add_json,
+    at_least_0,
+    local_path,
+    option,
+    print_json,
+)
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import RUN_NAME, RunInfo
 from verl_profiling.report.terminal import fitting_console
 from verl_profiling.report.watch_frame import (
-    Pulse,
+    RunView,
     captures_so_far,
     logged_steps,
     thresholds_of,
+    varying_stages,
     watch_frame,
 )
 from verl_profiling.run_files import read_run
@@ -50,8 +59,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "1 its process is gone without a word, or a step hangs; 2 there is no such run, or "
         "it has no watch"
     )
-    parser.add_argument("run_dir", type=local_path, metavar="RUN_DIR", help="folder of a run")
+    parser.add_argument("run", type=local_path, metavar="RUN", help="folder of a run")
     option(parser, "--once", "print one frame and exit")
+    add_json(parser, "once")
     seconds = at_least_0("a time in seconds such as 2")
     option(
         parser,
@@ -64,56 +74,68 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the run until the user quits or the run ends."""
-    run_dir = the_run(arguments.run_dir, live=True)
-    if not run_dir.is_dir():
-        raise TraceFormatError(run_dir, "no such folder of a run")
-    view = View(run_dir)
+    folder = the_run(arguments.run, live=True)
+    if not folder.is_dir():
+        raise TraceFormatError(folder, "no such folder of a run")
+    live_run = LiveRun(folder)
     console = Console(highlight=False)
-    if arguments.once or not console.is_terminal:
-        fitting_console(console).print(view.frame())
+    if arguments.json:
+        view = live_run.read()
+        print_json(view)
+    elif arguments.once or not console.is_terminal:
+        view = live_run.read()
+        fitting_console(console).print(watch_frame(view))
     else:
-        with (
-            suppress(KeyboardInterrupt),
-            Live(console=console, screen=True, auto_refresh=False) as live,
-        ):
-            live.update(view.frame("Ctrl-C quits"), refresh=True)
-            while not view.pulse.is_over:
-                time.sleep(max(arguments.interval, _FASTEST_S))
-                live.update(view.frame("Ctrl-C quits"), refresh=True)
-        if view.pulse.is_over:
-            console.print(view.frame())
-    return EXIT_OK if view.pulse.is_well else EXIT_FINDING
+        view = _follow(live_run, console, arguments.interval)
+    return EXIT_OK if view.is_well else EXIT_FINDING
 
 
-class View:
-    """A live view of a run.
+def _follow(live_run: LiveRun, console: Console, interval_s: float) -> RunView:
+    """Show the run until the user quits or the run ends; return the last view."""
+    view = RunView(run=live_run.run)
+    with (
+        suppress(KeyboardInterrupt),
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while True:
+            view = live_run.read()
+            live.update(watch_frame(view, "Ctrl-C quits"), refresh=True)
+            if view.is_over:
+                break
+            time.sleep(max(interval_s, _FASTEST_S))
+    if view.is_over:
+        console.print(watch_frame(view))
+    return view
+
+
+class LiveRun:
+    """Reads a run again and again.
 
     Raises:
         TraceFormatError: The run has no watch log, and its watch is off.
 
     Attributes:
-        pulse: State of the run at the last frame: running, ended, or gone.
+        run: The run's folder.
     """
 
-    pulse = Pulse(says="not shown yet")
-    # a file that fails once, as on a busy share, is read again for the next frame
+    # a file that fails once, as on a busy share, is read again for the next view
     _may_fail = False
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run = run_dir
-        self._log = WatchLogReader(run_dir)
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self._log = WatchLogReader(run)
         self._steps: list[StepSummary] = []
         self._latest: list[StepSummary] = []
         self._info: RunInfo | None = None
-        if not (has_watch_log(run_dir) or ((info := read_run(run_dir)) and info.is_watched)):
+        if not (has_watch_log(run) or ((info := read_run(run)) and info.is_watched)):
             raise TraceFormatError(
-                run_dir,
+                run,
                 f"has no {WATCH_LOG}; start the run with watch.enable=true to have its "
                 "steps logged",
             )
 
-    def frame(self, footer: str = "") -> RenderableType:
-        """Read the new steps of the watch log, and return the frame to show."""
+    def read(self) -> RunView:
+        """Read the new steps of the watch log, and return the run as it is now."""
         try:
             self._read()
             self._may_fail = True
@@ -121,14 +143,20 @@ class View:
             if not self._may_fail:
                 raise
             self._may_fail = False
-        captures, thresholds = captures_so_far(self._run, _CAPTURES), thresholds_of(self._info)
-        return watch_frame(
-            self._run.resolve().name,
-            self.pulse,
-            self._steps,
-            *captures,
-            footer,
-            thresholds=thresholds,
+        info = self._info
+        hangs = "".join(line.hangs for line in self._latest)
+        over = "" if info is None else info.over
+        captures, latest = captures_so_far(self.run, _CAPTURES)
+        return RunView(
+            run=self.run,
+            state=self._state(over, hangs),
+            hangs=hangs,
+            is_over=bool(over),
+            is_well=not hangs and not (over and info and info.end_ns is None),
+            watch=self._steps,
+            varying=varying_stages(self._steps, thresholds_of(info)),
+            captures=captures,
+            latest=latest,
         )
 
     def _read(self) -> None:
@@ -138,18 +166,15 @@ class View:
         finally:  # lines before an error are not read again
             self._steps = logged_steps(lines, self._steps)[-_STEPS:]
             self._latest = latest_step([*self._latest, *lines])
-        self._info = read_run(self._run)
-        self.pulse = _pulse(self._run, self._info, "".join(line.hangs for line in self._latest))
+        self._info = read_run(self.run)
 
-
-def _pulse(run: Path, info: RunInfo | None, hangs: str) -> Pulse:
-    heard = "no step logged yet"
-    with suppress(OSError):  # the log does not exist, or was just rotated
-        quiet_s = time.time() - (run / WATCH_LOG).stat().st_mtime
-        heard = f"{'hang' if hangs else 'last step'} logged {duration(max(round(quiet_s), 0))} ago"
-    if info is None:
-        return Pulse(says=f"has no {RUN_NAME}; {heard}", hangs=hangs, is_well=not hangs)
-    if not info.over:
-        return Pulse(says=f"{info.process}, {heard}", hangs=hangs, is_well=not hangs)
-    is_well = info.end_ns is not None and not hangs
-    return Pulse(says=f"{info.over}; {heard}", hangs=hangs, is_over=True, is_well=is_well)
+    def _state(self, over: str, hangs: str) -> str:
+        """Return the state of the job, and when its watch logged last, as text."""
+        logged = "no step logged yet"
+        with suppress(OSError):  # the log does not exist, or was just rotated
+            quiet_s = time.time() - (self.run / WATCH_LOG).stat().st_mtime
+            subject = "hang" if hangs else "last step"
+            logged = f"{subject} logged {duration(max(round(quiet_s), 0))} ago"
+        if self._info is None:
+            return f"has no {RUN_NAME}; {logged}"
+        return f"{over}; {logged}" if over else f"{self._info.process}, {logged}"

@@ -12,6 +12,7 @@ import math
 import os
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,16 @@ from verl_profiling.capture_request import (
     new_request_id,
     parse_ranks,
 )
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK, at_least_0, count, option
+from verl_profiling.commands import (
+    EXIT_FINDING,
+    EXIT_OK,
+    add_json,
+    at_least_0,
+    count,
+    names,
+    option,
+    print_json,
+)
 from verl_profiling.errors import ConfigError, ProfilingError, TraceFormatError
 from verl_profiling.manifest import RUN_NAME, RunInfo
 from verl_profiling.remote import LocalFolder, RemoteFolder, is_url
@@ -36,7 +46,7 @@ from verl_profiling.timeline.trace import UNDECODABLE
 from verl_profiling.units import visible
 from verl_profiling.watch_log import WATCH_LOG
 
-ACCEPTED = "accepted"
+ACCEPTED, PENDING = "accepted", "pending"
 _SOON_S = 0.3
 _PAUSE_S = 0.1
 _URL_PAUSE_S = 12.0
@@ -54,20 +64,46 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "example: verl-profiling trigger outputs/run --roles actor --ranks 0,3 --wait"
     parser.add_argument("run", metavar="RUN", help="the run's folder or URL, or its save_path")
-    option(parser, "--steps N", "consecutive steps (default: 1)", count, default=1)
-    what = parser.add_argument_group("changes of the settings for these captures")
-    what.add_argument("--mode", choices=("e2e", "discrete"))
-    what.add_argument(
-        "--tool", type=_names, metavar="NAMES", help="e.g. torch or torch,torch_memory"
-    )
-    what.add_argument("--roles", type=_names, metavar="NAMES", help="e.g. actor,rollout")
-    what.add_argument("--ranks", metavar="RANKS", help="e.g. 0,8-15")
-    what.add_argument("--replicas", metavar="REPLICAS", help="replicas of the rollout, e.g. 0,2-3")
-    what.add_argument(
-        "--stages", type=_names, metavar="NAMES", help="e.g. update_actor; in discrete mode"
-    )
+    option(parser, "--steps N", "number of consecutive steps (default: 1)", count, default=1)
+    add_json(parser)
+    changes = parser.add_argument_group("changes of the settings for these captures")
+    changes.add_argument("--mode", choices=("e2e", "discrete"))
+    option(changes, "--tools A,B", "e.g. torch or torch,torch_memory", names, many=True)
+    option(changes, "--roles A,B", "e.g. actor,rollout", names, many=True)
+    option(changes, "--ranks RANKS", "e.g. 0,8-15")
+    option(changes, "--replicas REPLICAS", "replicas of the rollout, e.g. 0,2-3")
+    option(changes, "--stages A,B", "e.g. update_actor; in discrete mode", names, many=True)
     help = "wait until the request is accepted or refused, at most this time"
     option(parser, "--wait [SECONDS]", help, at_least_0("a number of seconds"), const=math.inf)
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a capture request; the document of ``trigger --json``.
+
+    Attributes:
+        request: Id of the request.
+        job: State of the job as text.
+        state: ``accepted``, ``refused``, or ``pending`` if the job has not read the request yet.
+        reason: Reason of a refusal.
+        folder: Folder or URL of the run, in which the captures will be.
+    """
+
+    request: str
+    job: str
+    state: str
+    reason: str = ""
+    folder: str
+
+    def sentence(self) -> str:
+        """Return the answer as text."""
+        if self.state == ACCEPTED:
+            return (
+                f"{ACCEPTED}: the captures, or the reason why there are none, will be in "
+                f"{self.folder}"
+            )
+        if self.state == PENDING:
+            return "not accepted yet: the job reads requests when a step begins (see --wait)"
+        return f"{self.state}: {self.reason}"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,16 +112,18 @@ def run(arguments: argparse.Namespace) -> int:
     """
     job = find_job(arguments.run)
     request = job.ask(_selection(arguments), arguments.steps)
-    print(visible(f"request {request}; {job.in_words()}"), flush=True)
-    state = job.wait(request, _SOON_S if arguments.wait is None else arguments.wait)
-    if state == ACCEPTED:
-        where = visible(job.folder.url)
-        print(f"{state}: the captures, or the reason why there are none, will be in {where}")
+    words = job.in_words()
+    if not arguments.json:
+        print(visible(f"request {request}; {words}"), flush=True)
+    state, reason = job.wait(request, _SOON_S if arguments.wait is None else arguments.wait)
+    answer = Answer(request=request, job=words, state=state, reason=reason, folder=job.folder.url)
+    if arguments.json:
+        print_json(answer)
+    else:
+        print(visible(answer.sentence()))
+    if state == ACCEPTED or (state == PENDING and arguments.wait is None):
         return EXIT_OK
-    print(
-        visible(state) or "not accepted yet: the job reads requests when a step begins (see --wait)"
-    )
-    return EXIT_FINDING if state or arguments.wait is not None else EXIT_OK
+    return EXIT_FINDING
 
 
 def _selection(arguments: argparse.Namespace) -> CaptureSelection:
@@ -93,21 +131,17 @@ def _selection(arguments: argparse.Namespace) -> CaptureSelection:
         raise ConfigError("--stages", "are recorded in discrete mode, not in e2e")
     return CaptureSelection(
         mode=arguments.mode,
-        tools=arguments.tool,
-        roles=arguments.roles,
+        tools=tuple(arguments.tools) or None,
+        roles=tuple(arguments.roles) or None,
         ranks=_numbers("--ranks", arguments.ranks),
         replicas=_numbers("--replicas", arguments.replicas),
-        stages=arguments.stages,
+        stages=tuple(arguments.stages) or None,
     )
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
-    found = parse_ranks(text, option)
-    return tuple(sorted(found)) if found is not None else None
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))
+    numbers = parse_ranks(text, option)
+    return tuple(sorted(numbers)) if numbers is not None else None
 
 
 @dataclass(frozen=True)
@@ -150,18 +184,18 @@ class Job:
         except msgspec.ValidationError as error:
             what, _, field = str(error).rpartition(" - at `$.")
             option = field.strip("`").removeprefix("selection.").partition("[")[0]
-            option = {"tools": "tool"}.get(option, option)
             raise ConfigError(
                 f"--{option}", f"the job refuses it: {what}; give fewer, or none"
             ) from error
         self._requests.create(f"{demand.id}{REQUEST}", data)
         return demand.id
 
-    def wait(self, request: str, seconds: float) -> str:
+    def wait(self, request: str, seconds: float) -> tuple[str, str]:
         """Wait until a request is accepted or refused, or ``seconds`` have passed.
 
         Returns:
-            ``accepted``, or ``refused`` with the reason; empty before the job has read the request.
+            ``accepted``, ``refused`` with the reason, or ``pending`` before the job has read the
+            request.
 
         Raises:
             ProfilingError: The job has ended without reading the request.
@@ -169,27 +203,28 @@ class Job:
         deadline = time.monotonic() + seconds
         pause_s = _PAUSE_S if isinstance(self.folder, LocalFolder) else _URL_PAUSE_S
         while True:
-            over = (
-                _run_in(self.folder) or self.info
-            ).over  # before the answer: a job may answer and end
-            if state := self._state(request):
+            # before the answer: a job may answer and end
+            over = (_run_in(self.folder) or self.info).over
+            answer = self._answer(request)
+            if answer[0] != PENDING:
                 break
             if over:
                 raise ProfilingError(over)
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                return ""
+                return answer
             time.sleep(min(pause_s, left_s))
-        if state == ACCEPTED:  # its file is gone, and a refusal is written later
+        if answer[0] == ACCEPTED:  # its file is gone, and a refusal is written later
             time.sleep(pause_s)
-            state = self._state(request)
-        return state
+            answer = self._answer(request)
+        return answer
 
-    def _state(self, request: str) -> str:
+    def _answer(self, request: str) -> tuple[str, str]:
         names = self._requests.names()
-        if f"{request}{REFUSED}" in names:
-            return f"refused: {self._requests.read(f'{request}{REFUSED}').decode(errors='replace')}"
-        return "" if f"{request}{REQUEST}" in names else ACCEPTED
+        refusal = f"{request}{REFUSED}"
+        if refusal in names:
+            return "refused", self._requests.read(refusal).decode(errors="replace")
+        return PENDING if f"{request}{REQUEST}" in names else ACCEPTED, ""
 
     @property
     def _requests(self) -> LocalFolder | RemoteFolder:
@@ -205,28 +240,40 @@ def find_job(place: str | Path) -> Job:
     Raises:
         TraceFormatError: No job, or more than one, takes requests there.
     """
-    runs: list[LocalFolder | RemoteFolder]
-    if is_url(str(place)):
-        root = RemoteFolder(str(place).removesuffix(f"/{RUN_NAME}"))
-        names = [] if str(place).endswith(f"/{RUN_NAME}") else sorted(root.names(), key=numbered)
-        runs = [root, *(root.child(name) for name in names if name.startswith("run_"))]
-    elif not Path(place).exists():
-        raise TraceFormatError(place, "no such folder")
-    elif is_step(Path(place)):
-        raise TraceFormatError(place, f"is a step; give its run, {Path(place).absolute().parent}")
-    else:
-        runs = [LocalFolder(run) for run in runs_at(Path(place))]
-    jobs = [Job(folder, info) for folder in runs if (info := _run_in(folder)) is not None]
-    found = [job for job in jobs if job.info.is_watched]
-    if not found:
+    jobs = []
+    for folder in _run_folders(place):
+        info = _run_in(folder)
+        if info is not None and info.is_watched:
+            jobs.append(Job(folder, info))
+    if not jobs:
         raise TraceFormatError(place, "has no run that takes requests: they need watch.enable=true")
-    running = [job for job in found if not job.info.over]
+    running = [job for job in jobs if not job.info.over]
     if not running:
-        raise TraceFormatError(place, f"no job runs here: {found[-1].info.over}")
+        raise TraceFormatError(place, f"no job runs here: {jobs[-1].info.over}")
     if len(running) > 1:
         which = ", ".join(f"{job.folder.url}/{RUN_NAME}" for job in running)
         raise TraceFormatError(place, f"there are several runs, choose one: {which}")
     return running[0]
+
+
+def _run_folders(place: str | Path) -> Sequence[LocalFolder | RemoteFolder]:
+    """Return the folders that may be those of runs, in order."""
+    if is_url(str(place)):
+        return _run_folders_behind(str(place))
+    folder = Path(place)
+    if not folder.exists():
+        raise TraceFormatError(place, "no such folder")
+    if is_step(folder):
+        raise TraceFormatError(place, f"is a step; give its run, {folder.absolute().parent}")
+    return [LocalFolder(run) for run in runs_at(folder)]
+
+
+def _run_folders_behind(url: str) -> list[RemoteFolder]:
+    if url.endswith(f"/{RUN_NAME}"):
+        return [RemoteFolder(url.removesuffix(f"/{RUN_NAME}"))]
+    root = RemoteFolder(url)
+    names = sorted(root.names(), key=numbered)
+    return [root, *(root.child(name) for name in names if name.startswith("run_"))]
 
 
 def _run_in(folder: LocalFolder | RemoteFolder) -> RunInfo | None:

@@ -22,7 +22,7 @@ from typing import BinaryIO
 from urllib.parse import quote, unquote, urlsplit
 
 from verl_profiling.analysis import only_step
-from verl_profiling.commands import EXIT_OK, local_path, option
+from verl_profiling.commands import EXIT_OK, add_json, local_path, option, print_json
 from verl_profiling.commands.common import StepByStep
 from verl_profiling.errors import ConfigError
 from verl_profiling.opener import opened
@@ -56,6 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser, "--port PORT", "port to serve on (default: %(default)s)", int, default=PERFETTO_PORT
     )
     option(parser, "--no-browser", "print the addresses, open nothing")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -81,14 +82,18 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError("--port", f"{arguments.port} cannot be used: {error.strerror}") from error
     with server:
-        print(f"timeline  {server.timeline_address(timeline.name)}")
-        for name in pages:
-            print(f"report    {server.page_address(name, timeline.name)}", flush=True)
+        address = server.timeline_address(timeline.name)
+        reports = [server.page_address(name, timeline.name) for name in pages]
+        if arguments.json:
+            print_json({"timeline": address, "reports": reports})
+        else:
+            print("\n".join([f"timeline  {address}", *(f"report    {page}" for page in reports)]))
         if not arguments.no_browser:
-            webbrowser.open(server.timeline_address(timeline.name))
+            webbrowser.open(address)
         with suppress(KeyboardInterrupt):
             server.serve_forever()
-        print()
+        if not arguments.json:
+            print()
     return EXIT_OK
 
 

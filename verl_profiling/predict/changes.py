@@ -71,12 +71,12 @@ class Changes(msgspec.Struct, frozen=True):
                 raise ConfigError(option, f"{names!r} is no list of names, such as ['search']")
         for option, values, unit in (
             ("--scale", self.scale, "0.5"),
-            ("--tool", self.tools, "0.2 (s)"),
+            ("--tools", self.tools, "0.2 (s)"),
         ):
             if not isinstance(values, Mapping):
                 raise ConfigError(option, f"{values!r} is no mapping; give {{'name': {unit}}}")
             for name, value in values.items():
-                number = factor_of(value) if option == "--tool" else value
+                number = factor_of(value) if option == "--tools" else value
                 number = value if number is None else number
                 if not isinstance(number, Real) or not 0 <= number < math.inf:
                     said = f"{name}={value!r} is not a finite number of at least 0, such as {unit}"
@@ -101,13 +101,13 @@ class Changes(msgspec.Struct, frozen=True):
                 f"--scale {shlex.quote(f'{name}={factor:.6g}')}"
                 for name, factor in self.scale.items()
             ),
-            *(f"--balance {shlex.quote(name)}" for name in self.balance),
+            *(f"--balance {_listed(name)}" for name in self.balance),
             *([f"--no-tail {self.no_tail:.6g}"] if self.no_tail is not None else []),
             *(
-                f"--tool {shlex.quote(f'{name}={_said(value)}')}"
+                f"--tools {shlex.quote(f'{name}={_said(value)}')}"
                 for name, value in self.tools.items()
             ),
-            *(f"--unblock {shlex.quote(name)}" for name in self.unblock),
+            *(f"--unblock {_listed(name)}" for name in self.unblock),
             *([f"--replicas {self.replicas}"] if self.replicas is not None else []),
             *([f"--async {self.steps_ahead}"] if self.steps_ahead is not None else []),
         ]
@@ -254,7 +254,7 @@ class Baseline:
             for at, factor in _shares(self.graph, stage).items():
                 took[at] *= factor
         for name, value in changes.tools.items():
-            check_name("--tool", f"complete call of {name!r}", tool_name(name), self.calls)
+            check_name("--tools", f"complete call of {name!r}", tool_name(name), self.calls)
             times = factor_of(value)
             for at, call_ns in self.calls[tool_name(name)].items():
                 if times is None:
@@ -301,6 +301,11 @@ def factor_of(value: object) -> float | None:
 
 def _said(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.6g}s"
+
+
+def _listed(name: str) -> str:
+    r"""Return a name as an item of an option's list, in which a comma of a name is ``\,``."""
+    return shlex.quote(name.replace(",", "\\,"))
 
 
 def tool_name(name: str) -> str:

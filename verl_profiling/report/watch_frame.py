@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from heapq import nlargest
-from itertools import chain
+from itertools import chain, islice
 from math import sqrt
 from pathlib import Path
 from statistics import correlation, median
@@ -37,7 +37,7 @@ _WIDTH = 100
 _TREND = 20
 _MANY_STAGES = 16
 _MANY_SPANS = 8
-_MANY_UNSTEADY = 3
+_MANY_VARYING = 3
 _MANY_NOTICED = 3
 _MOST_RATIO = 10
 
@@ -244,59 +244,70 @@ def thresholds_of(info: RunInfo | None) -> Thresholds:
     return NO_THRESHOLDS
 
 
-class Pulse(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a run.
+class RunView(msgspec.Struct, frozen=True, kw_only=True):
+    """A run, as ``top`` shows it; the document of ``top --json``, and of ``report --json`` for a
+    run.
 
     Attributes:
-        says: State of the run as text.
+        run: Folder of the run.
+        state: State of the run as text.
         hangs: A sentence on the step that hangs; empty if none does.
         is_over: Whether the run has ended.
         is_well: ``False`` if the state is a problem, e.g. the process of the run is gone.
+        watch: The latest steps, in order, with the fields of ``watch.jsonl``.
+        varying: Stages that vary so much that the watch detects only larger changes than its
+            threshold, with the ratio to the median that it detects within 8 steps.
+        captures: Number of step folders.
+        latest: Who requested each of the latest captures, by folder.
+        note: Advice on capturing a step, for a run without captures.
     """
 
-    says: str
+    run: Path
+    state: str = ""
     hangs: str = ""
     is_over: bool = False
     is_well: bool = True
+    watch: Sequence[StepSummary] = ()
+    varying: Mapping[str, float] = MappingProxyType({})
+    captures: int = 0
+    latest: Mapping[str, str] = MappingProxyType({})
+    note: str = ""
 
 
-def watch_frame(
-    run: str,
-    pulse: Pulse,
-    steps: Sequence[StepSummary] = (),
-    captures: int = 0,
-    latest: Mapping[str, str] = MappingProxyType({}),
-    footer: str = "",
-    thresholds: Thresholds = NO_THRESHOLDS,
-) -> Constrain:
+def watch_frame(view: RunView, footer: str = "") -> Constrain:
     """Return a frame of at most 100 columns, which rich draws without colours on a terminal without
     colours.
 
     Args:
-        run: Name of the run's folder.
-        pulse: State of the run.
-        steps: The latest steps, in order.
-        captures: Number of step folders.
-        latest: Who requested each of the latest captures, by folder.
+        view: The run.
         footer: Last line, e.g. ``Ctrl-C quits``.
-        thresholds: Those of the run.
     """
-    newest = f", the latest {len(latest)}:" if captures > len(latest) else ":"
-    if steps and steps[-1].waits:
-        newest = f"; an anomaly waits: {steps[-1].waits}"
-    lines: list[Text | Table] = [
-        *([Text(visible(pulse.hangs), "bold red")] if pulse.hangs else ()),
-        _line((run, "bold"), ": ", (pulse.says, "green" if pulse.is_well else "red")),
-        *(_drawn(steps, thresholds) if steps else [_line("No step has ended yet.")]),
-        Text(),
-        _line(
-            (f"{counted(captures, 'capture')}{newest}" if captures else "no capture so far", "bold")
-        ),
-        *(_line(f"  {folder}: {asked}") for folder, asked in latest.items()),
-        *_noticed(steps, latest.values()),
-        *([_line((footer, "dim"))] if footer else ()),
-    ]
+    lines: list[Text | Table] = []
+    if view.hangs:
+        lines.append(Text(visible(view.hangs), "bold red"))
+    state = (view.state, "green" if view.is_well else "red")
+    lines.append(_line((view.run.resolve().name, "bold"), ": ", state))
+    if view.watch:
+        lines.extend(_drawn(view))
+    else:
+        lines.append(_line("No step has ended yet."))
+    lines += [Text(), _line((_captures_line(view), "bold"))]
+    lines.extend(_line(f"  {folder}: {trigger}") for folder, trigger in view.latest.items())
+    lines.extend(_noticed(view.watch, view.latest.values()))
+    if footer:
+        lines.append(_line((footer, "dim")))
     return Constrain(Group(*lines), _WIDTH)
+
+
+def _captures_line(view: RunView) -> str:
+    if not view.captures:
+        return "no capture so far"
+    captures = counted(view.captures, "capture")
+    if view.watch and view.watch[-1].waits:
+        return f"{captures}; an anomaly waits: {view.watch[-1].waits}"
+    if view.captures > len(view.latest):
+        return f"{captures}, the latest {len(view.latest)}:"
+    return f"{captures}:"
 
 
 def noticed_in(steps: Iterable[StepSummary]) -> list[tuple[Trigger, str]]:
@@ -322,7 +333,8 @@ def _noticed(steps: Sequence[StepSummary], captured: Iterable[str]) -> Iterator[
         )
 
 
-def _drawn(steps: Sequence[StepSummary], thresholds: Thresholds) -> Iterator[Text | Table]:
+def _drawn(view: RunView) -> Iterator[Text | Table]:
+    steps = view.watch
     latest = steps[-1]
     took = [step.seconds for step in steps]
     policy = "" if latest.policy_version is None else f", policy version {latest.policy_version}"
@@ -335,8 +347,8 @@ def _drawn(steps: Sequence[StepSummary], thresholds: Thresholds) -> Iterator[Tex
     yield Text()
     yield _stages(steps)
     yield from map(_line, waits(latest))
-    if unsteady := _unsteady([step for step in steps if not step.captured], thresholds):
-        yield _line(unsteady)
+    if view.varying:
+        yield _line(_varying_sentence(view.varying))
     if with_spans := [step for step in steps if step.spans]:
         yield Text()
         yield _spans(with_spans, latest)
@@ -404,14 +416,23 @@ def _add_more(table: Table, more: int) -> None:
         table.add_row(Text(f"and {more} more"))
 
 
-def _unsteady(steps: Sequence[StepSummary], thresholds: Thresholds) -> str:
-    """Return a sentence on stages that vary so much that the watch detects only larger changes."""
+def varying_stages(steps: Iterable[StepSummary], thresholds: Thresholds) -> dict[str, float]:
+    """Return the stages that vary so much that the watch detects only larger changes.
+
+    Args:
+        steps: The steps of a run; captured ones do not count.
+        thresholds: Those of the run.
+
+    Returns:
+        The detected ratio to the median for each stage, the largest first.
+    """
     ratio = thresholds.slow_stage
+    steps = [step for step in steps if not step.captured]
     if ratio is None or not steps:
-        return ""
+        return {}
     by_stage = [step.exposed_s for step in steps]
     matters_s = MATTERS * median(step.seconds for step in steps)
-    noticed = {}
+    detected = {}
     for name in by_stage[-1]:
         values = [times[name] for times in by_stage if name in times]
         series = Series(thresholds.window)
@@ -420,15 +441,16 @@ def _unsteady(steps: Sequence[StepSummary], thresholds: Thresholds) -> str:
                 series.notice()
         least = noticed_from(ratio, series.past.spread)
         if least > 1.1 * ratio and median(values) > matters_s:
-            noticed[name or IN_NO_STAGE] = least
-    most = nlargest(_MANY_UNSTEADY, noticed, key=lambda name: noticed[name])
-    shown = ", ".join(
-        f"{name} "
-        f"{f'{noticed[name]:.1f}' if noticed[name] <= _MOST_RATIO else f'over {_MOST_RATIO}'} "
-        "times"
-        for name in most
-    )
-    return f"varying stages: within 8 steps, detected only from {shown} the median" if shown else ""
+            detected[name or IN_NO_STAGE] = least
+    return dict(sorted(detected.items(), key=lambda item: -item[1]))
+
+
+def _varying_sentence(varying: Mapping[str, float]) -> str:
+    shown = []
+    for name, ratio in islice(varying.items(), _MANY_VARYING):
+        times = f"{ratio:.1f}" if ratio <= _MOST_RATIO else f"over {_MOST_RATIO}"
+        shown.append(f"{name} {times} times")
+    return f"varying stages: within 8 steps, detected only from {', '.join(shown)} the median"
 
 
 def _memory(rows: Iterable[RoleMemory]) -> Table:

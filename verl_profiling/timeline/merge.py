@@ -305,7 +305,7 @@ def stage_windows(inputs: StepInputs, names: Iterable[str]) -> tuple[tuple[int, 
                 if stages
                 else "it has no stages"
             )
-            raise ConfigError("--stage", f"{inputs.title} has no stage {name!r}; {known}")
+            raise ConfigError("--stages", f"{inputs.title} has no stage {name!r}; {known}")
     wanted = set(names)
     return tuple((stage.begin_ns, stage.end_ns) for stage in stages if stage.name in wanted)
 
