@@ -61,7 +61,7 @@ REAL_WHAT = (
     "stacks and shapes"
 )
 _MERGE = (
-    "from pathlib import Path\nfrom verl_profiling.timeline.inputs import find_steps\n"
+    "from pathlib import Path\nfrom verl_profiling.steps.inputs import find_steps\n"
     "from verl_profiling.timeline.merge import merge",
     "(step,) = find_steps(Path(folder))\nmerge(step, Path(output), jobs=2)",
 )

@@ -34,7 +34,7 @@ OURS = f"""
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from verl_profiling.analysis import CapturedStep
-from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.steps.inputs import find_steps
 (step,) = find_steps(Path(folder))
 report = CapturedStep(step).report()
 rows = [[100 * w.idle_us / w.span_us, 100 * w.compute_us / w.span_us] for w in report.workers]

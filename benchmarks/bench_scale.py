@@ -26,9 +26,9 @@ from results import record, row
 from verl_profiling import ProfilingCallback
 from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply
 from verl_profiling.clock import now_ns
+from verl_profiling.files.run_files import read_manifest
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
-from verl_profiling.run_files import read_manifest
 
 ROUNDS = 7
 CAPTURES = 21

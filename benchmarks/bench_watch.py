@@ -22,8 +22,8 @@ from results import record, row
 
 from verl_profiling import ProfilingCallback, span, trajectory
 from verl_profiling.capture.stage import SpanLog, Stage
+from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.identity import ProcessId, WorkerIdentity
-from verl_profiling.step_summary import StepSummary
 from verl_profiling.trajectories.spans import keep_trajectories, total_spans
 from verl_profiling.watch.sums import Begun, SpanSums, StageSums, WatchQuestion, WatchReading
 

@@ -22,8 +22,8 @@ import results
 from watch_fault_workers import USUAL_MS, AgentLoop, Alarms, Rater, Server, Trainer, run_on_ranks
 
 from verl_profiling import ProfilingCallback
+from verl_profiling.files.run_files import read_manifest
 from verl_profiling.manifest import Manifest
-from verl_profiling.run_files import read_manifest
 
 __all__ = ["markdown"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
+from verl_profiling.files.step_summary import Period, RankUse, StepSummary
 from verl_profiling.settings.watch import Anomaly
-from verl_profiling.step_summary import Period, RankUse, StepSummary
 from verl_profiling.watch.detector import Detector
 from verl_profiling.watch.exposed import exposed
 from verl_profiling.watch.sums import packed_stages

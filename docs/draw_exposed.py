@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from verl_profiling.step_summary import ExposedStage, RankUse, StepSummary
+from verl_profiling.files.step_summary import ExposedStage, RankUse, StepSummary
 from verl_profiling.watch.exposed import exposed
 from verl_profiling.watch.sums import packed_stages
 

@@ -7,7 +7,7 @@ which every reader renders::
     <!-- file: ../tests/tools/example_tool.py python -->
     <!-- results: hooks -->
     <!-- ratios: results.json -->
-    <!-- rows: verl_profiling.report.kinds:PATTERNS -->
+    <!-- rows: verl_profiling.steps.kinds:PATTERNS -->
     <!-- faults: watch_faults.json -->
     <!-- end -->
 
@@ -34,7 +34,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from verl_profiling.settings.typed_values import Size
+from verl_profiling.typed_values import Size
 from verl_profiling.units import byte_size
 
 DOCS = Path(__file__).parent

@@ -11,15 +11,8 @@ from typing import Any
 from drawn_steps import BASE, S
 from step_folders import build_step, read_events, rewrite, rewrite_worker
 
-from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import Artifact, CaptureResult, HostClock, Request
-from verl_profiling.run_files import read_manifest
-from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.merge import MergeResult, merge
-from verl_profiling.timeline.step import Keep
-from verl_profiling.trajectories.open_log import OpenLog
-from verl_profiling.trajectories.spans import start_log, stop_log
-from verl_profiling.trajectory_log import (
+from verl_profiling.files.run_files import read_manifest
+from verl_profiling.files.trajectory_log import (
     LOG_SUFFIX,
     Block,
     Fact,
@@ -29,6 +22,13 @@ from verl_profiling.trajectory_log import (
     TrajectoryRecord,
     write_log,
 )
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.manifest import Artifact, CaptureResult, HostClock, Request
+from verl_profiling.steps.inputs import find_steps
+from verl_profiling.steps.step import Keep
+from verl_profiling.timeline.merge import MergeResult, merge
+from verl_profiling.trajectories.open_log import OpenLog
+from verl_profiling.trajectories.spans import start_log, stop_log
 
 MS = 1_000_000
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_profiling.analysis import open_step
+from verl_profiling.files.run_files import write_json_atomically
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import (
     MANIFEST_NAME,
@@ -27,9 +28,8 @@ from verl_profiling.manifest import (
     ToolSpan,
 )
 from verl_profiling.report.model import Report
-from verl_profiling.run_files import write_json_atomically
-from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.step import StepInputs
+from verl_profiling.steps.inputs import find_steps
+from verl_profiling.steps.step import StepInputs
 
 Drawn = tuple[str, float, float]
 Kernel = tuple[str, float, float] | tuple[str, float, float, dict[str, Any]]

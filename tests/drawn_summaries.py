@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl_profiling.step_summary import ExposedStage, RankUse, SpanTotal, StepSummary
+from verl_profiling.files.step_summary import ExposedStage, RankUse, SpanTotal, StepSummary
 
 MS = 1_000_000
 BEGIN_NS = 1_700_000_000_000_000_000

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from verl_profiling.step_summary import RankUse, StepSummary
+from verl_profiling.files.step_summary import RankUse, StepSummary
 from verl_profiling.watch.exposed import exposed
 from verl_profiling.watch.sums import packed_stages
 

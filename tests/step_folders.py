@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from verl_profiling.files.run_files import read_manifest, write_json_atomically
 from verl_profiling.identity import WorkerIdentity, artifact_name, step_folder_name
 from verl_profiling.manifest import (
     MANIFEST_NAME,
@@ -27,7 +28,6 @@ from verl_profiling.manifest import (
     StageSpan,
     ToolSpan,
 )
-from verl_profiling.run_files import read_manifest, write_json_atomically
 
 STEP = 12
 WORKERS = ("actor_rank0", "actor_rank1", "rollout0_rank0")

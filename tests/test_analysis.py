@@ -16,11 +16,11 @@ from step_folders import STEP, WORKERS, build_step, rewrite, rewrite_worker, wit
 
 from verl_profiling.analysis import CapturedStep, FrameName, load_reports, open_run, open_step
 from verl_profiling.errors import ConfigError, ToolUnavailableError, TraceFormatError
+from verl_profiling.files.run_files import read_manifest
 from verl_profiling.manifest import Request
-from verl_profiling.report.intervals import length
 from verl_profiling.report.model import REPORT_SCHEMA_VERSION
 from verl_profiling.report.tables import TABLES
-from verl_profiling.run_files import read_manifest
+from verl_profiling.slices.intervals import length
 
 DATA = Path(__file__).parent / "data"
 

@@ -21,17 +21,17 @@ from step_folders import build_step, rewrite, rewrite_worker
 from verl_profiling.analysis import load_reports, open_run
 from verl_profiling.cli import main
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.identity import ProcessId
-from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, NsysRange, RunInfo, StageSpan
-from verl_profiling.report.check import check
-from verl_profiling.run_files import read_manifest, write_json_atomically
-from verl_profiling.trajectory_log import (
+from verl_profiling.files.run_files import read_manifest, write_json_atomically
+from verl_profiling.files.trajectory_log import (
     Block,
     LoopRecord,
     SpanRecord,
     TrajectoryLog,
     TrajectoryRecord,
 )
+from verl_profiling.identity import ProcessId
+from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, NsysRange, RunInfo, StageSpan
+from verl_profiling.steps.check import check
 
 Damage = Callable[[Path], object]
 

@@ -22,10 +22,11 @@ import pytest
 import verl_profiling
 from verl_profiling import ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.capture.session import Session
-from verl_profiling.report import columns, model
+from verl_profiling.files.run_files import read_manifest
+from verl_profiling.numbers import columns
+from verl_profiling.numbers.lost import CAUSES
+from verl_profiling.report import model
 from verl_profiling.report.findings import FINDINGS
-from verl_profiling.report.lost import CAUSES
-from verl_profiling.run_files import read_manifest
 from verl_profiling.settings.config import load_tool
 from verl_profiling.tools import TOOLS
 from verl_profiling.tools.base import NoOptions

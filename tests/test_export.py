@@ -17,9 +17,9 @@ from step_folders import build_step, rewrite, rewrite_worker
 
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
+from verl_profiling.files.run_files import read_manifest
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import StageSpan, StepSpan
-from verl_profiling.run_files import read_manifest
 
 service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")

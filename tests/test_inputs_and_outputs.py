@@ -21,10 +21,10 @@ from verl_profiling.analysis import open_run, open_step, open_steps
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.files.run_files import write_json_atomically
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RUN_NAME, RunInfo
-from verl_profiling.run_files import write_json_atomically
-from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.steps.inputs import find_steps
 
 DATA = Path(__file__).parent / "data"
 RANKS = ("megatron_tp2_rank0.json.gz", "megatron_tp2_rank1.json.gz")

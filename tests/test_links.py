@@ -36,18 +36,18 @@ OTHERS = {
     "identity Path(f'/proc/{pid}/stat').read_text": "of the kernel",
     "watch.hangs Path(f'/proc/{process.pid}/stat').read_text": "of the kernel",
     "watch.hangs path.read_text": "of the kernel",
-    "memory os.open": "of the kernel",
-    "memory own.read_text": "of the kernel",
-    "memory path.read_text": "of the kernel",
-    "memory (folder / limit).read_text": "of the kernel",
-    "memory (folder / usage).read_text": "of the kernel",
+    "files.memory os.open": "of the kernel",
+    "files.memory own.read_text": "of the kernel",
+    "files.memory path.read_text": "of the kernel",
+    "files.memory (folder / limit).read_text": "of the kernel",
+    "files.memory (folder / usage).read_text": "of the kernel",
     "report.html (resources.files('verl_profiling.report') / 'page' / "
     "name).read_text": "of the package",
-    "timeline.databases sqlite3.connect": "SQLite opens by name; it is opened and checked "
+    "steps.databases sqlite3.connect": "SQLite opens by name; it is opened and checked "
     "right before",
     "engines.recorder shutil.move": "a folder of torch_npu is renamed; the engine writes it "
     "by name",
-    "remote self._fs.put_file": "file systems of fsspec read by name, from a private "
+    "files.remote self._fs.put_file": "file systems of fsspec read by name, from a private "
     "staging folder",
 }
 """Calls that open a file by name outside of the module that opens all others, and why."""
@@ -60,7 +60,7 @@ def test_one_module_opens_the_files_of_a_run() -> None:
         calls = (
             node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
         )
-        for call in calls if module != "opener" else ():
+        for call in calls if module != "files.opener" else ():
             called = ast.unparse(call.func)
             owner, _, name = called.rpartition(".")
             is_packed = (

@@ -20,11 +20,9 @@ from verl_profiling import (
     ToolUnavailableError,
     TraceFormatError,
 )
+from verl_profiling.files.run_files import read_manifest, write_json_atomically
 from verl_profiling.identity import WorkerIdentity, artifact_name, safe_name
-from verl_profiling.manifest import (
-    MANIFEST_NAME,
-)
-from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.manifest import MANIFEST_NAME
 
 
 @pytest.mark.parametrize(

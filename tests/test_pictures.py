@@ -20,8 +20,8 @@ from verl_profiling.commands.view import bundled_ui
 from verl_profiling.report.html import render_html
 from verl_profiling.report.run_page import RUN_PAGE, render_run
 from verl_profiling.report.watch_frame import watch_frame
-from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.step import StepInputs
+from verl_profiling.steps.inputs import find_steps
+from verl_profiling.steps.step import StepInputs
 
 PICTURES = os.environ.get("VERL_PROFILING_PICTURES", "")
 RUN, AGENT, WATCHED = (

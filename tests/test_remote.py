@@ -13,7 +13,7 @@ from test_top import write_run
 
 from verl_profiling.commands.trigger import find_job
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.remote import RemoteFolder, is_url
+from verl_profiling.files.remote import RemoteFolder, is_url
 
 
 @pytest.mark.parametrize(

@@ -28,14 +28,14 @@ from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
 from verl_profiling.commands.top import LiveRun
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.files.run_files import write_json_atomically
+from verl_profiling.files.step_summary import Hang, SpanTotal, StepSummary
+from verl_profiling.files.watch_log import WATCH_LOG
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
-from verl_profiling.report.check import check
 from verl_profiling.report.watch_frame import RunView, captures_so_far, logged_steps, watch_frame
-from verl_profiling.run_files import write_json_atomically
-from verl_profiling.step_summary import Hang, SpanTotal, StepSummary
+from verl_profiling.steps.check import check
 from verl_profiling.watch.sinks import WatchLog
-from verl_profiling.watch_log import WATCH_LOG
 
 ENTERS, LEAVES = b"\x1b[?1049h", b"\x1b[?1049l"
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would their children.

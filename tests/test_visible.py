@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from step_folders import STEP, build_step, rewrite, rewrite_worker
 
 from verl_profiling.cli import main
+from verl_profiling.files.run_files import read_manifest, write_result
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import NsysRange
-from verl_profiling.run_files import read_manifest, write_result
 from verl_profiling.units import byte_size, duration, visible
 from verl_profiling.watch.sinks import WatchLog
 

@@ -21,17 +21,18 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
+from verl_profiling.files.opener import read_small, real_folder
+from verl_profiling.files.run_files import known_run, never_came, read_run
 from verl_profiling.manifest import Manifest, RunInfo
-from verl_profiling.opener import read_small, real_folder
-from verl_profiling.report.check import CheckResult, check
-from verl_profiling.report.kinds import communicates
 from verl_profiling.report.model import Report
-from verl_profiling.run_files import known_run, never_came, read_run
-from verl_profiling.timeline.inputs import steps_of, the_run
+from verl_profiling.report.notebook import NotebookReport
+from verl_profiling.steps.check import CheckResult, check
+from verl_profiling.steps.inputs import steps_of, the_run
+from verl_profiling.steps.kinds import communicates
+from verl_profiling.steps.step import TIMELINE_NAME, Keep, StepInputs, one_by_one
+from verl_profiling.steps.trace import Limits
 from verl_profiling.timeline.merge import MergeResult, merge, select_ranks, stage_windows
 from verl_profiling.timeline.processes import Slice
-from verl_profiling.timeline.step import TIMELINE_NAME, Keep, StepInputs, one_by_one
-from verl_profiling.timeline.trace import Limits
 from verl_profiling.units import visible
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from verl_profiling.predict.graph import Graph
     from verl_profiling.predict.prediction import Prediction
-    from verl_profiling.report.lanes import Lane
+    from verl_profiling.steps.lanes import Lane
 
 __all__ = [
     "CapturedRun",
@@ -184,7 +185,7 @@ def saved_report(path: str | os.PathLike[str]) -> Report | None:
     if not (file.is_file() and file.name.startswith("report") and file.suffix == ".json"):
         return None
     try:
-        return msgspec.json.decode(read_small(file.resolve()), type=Report)
+        return msgspec.json.decode(read_small(file.resolve()), type=NotebookReport)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TraceFormatError(file, f"not a report: {error}") from error
 
@@ -300,8 +301,8 @@ class CapturedStep:
                 :meth:`by_step`).
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
-        from verl_profiling.predict.prediction import with_predictions
-        from verl_profiling.report.build import build_report, read_step
+        from verl_profiling.report.build import build_report, with_predictions
+        from verl_profiling.steps.read import read_step
 
         if self._report is None:
             self._only_step("report")
@@ -353,7 +354,7 @@ class CapturedStep:
         from verl_profiling.predict.graph import graph_of
         from verl_profiling.predict.kernels import with_kernels
         from verl_profiling.predict.prediction import predict
-        from verl_profiling.report.build import read_step
+        from verl_profiling.steps.read import read_step
 
         changes = Changes(
             scale or {}, balance, no_tail, tools or {}, unblock, replicas, steps_ahead
@@ -379,7 +380,7 @@ class CapturedStep:
         Raises:
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
-        from verl_profiling.report.build import read_lanes
+        from verl_profiling.steps.read import read_lanes
 
         return read_lanes(self.inputs, on_progress)[0].lanes
 
@@ -389,7 +390,7 @@ class CapturedStep:
         Args:
             name: The table. The first column is the step, the others are the fields of the row
                 class in
-                :mod:`verl_profiling.report.columns`. The idle time of a worker has one column per
+                :mod:`verl_profiling.numbers.columns`. The idle time of a worker has one column per
                 cause, ``lost_<cause>_us``. The table ``requests`` comes from the manifest; no trace
                 is read for it.
 
@@ -398,10 +399,9 @@ class CapturedStep:
             ToolUnavailableError: pandas is not installed.
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
-        from verl_profiling.report.capture_rows import requests
-        from verl_profiling.report.columns import RequestRow
         from verl_profiling.report.files import data_frame
         from verl_profiling.report.tables import TABLES
+        from verl_profiling.steps.requests import RequestRow, requests
 
         choices = (*TABLES, "requests")
         if name not in choices:

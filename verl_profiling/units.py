@@ -106,3 +106,11 @@ def _shown(value: Any) -> Any:
     if isinstance(value, dict):
         return {_shown(key): _shown(item) for key, item in value.items()}
     return value
+
+
+_NAME_LENGTH = 120  # characters
+
+
+def shortened(name: str) -> str:
+    """Return a name cut to 120 characters."""
+    return name if len(name) <= _NAME_LENGTH else f"{name[: _NAME_LENGTH - 1]}…"

@@ -17,7 +17,7 @@ from example_loops import settings
 
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.capture.session import Session
-from verl_profiling.run_files import read_manifest
+from verl_profiling.files.run_files import read_manifest
 from verl_profiling.workers import CaptureMixin
 
 Function = Callable[[Any], Any]

@@ -12,10 +12,10 @@ from example_loops import read_trace, settings
 from verl_profiling import ProfilingCallback
 from verl_profiling.analysis import open_step
 from verl_profiling.clock import now_ns
+from verl_profiling.files.run_files import read_manifest
+from verl_profiling.files.watch_log import WatchLogReader
 from verl_profiling.manifest import CaptureResult
-from verl_profiling.run_files import read_manifest
 from verl_profiling.testing import record_step
-from verl_profiling.watch_log import WatchLogReader
 from verl_profiling.workers import AgentLoopCaptureMixin
 
 SPANS = settings(tool="spans")

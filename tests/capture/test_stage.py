@@ -326,7 +326,7 @@ def test_stages_of_a_loop_and_of_its_worker_nest_apart(tmp_path: Path) -> None:
     """
     from fleet import TrainWorker
 
-    from verl_profiling.run_files import read_manifest
+    from verl_profiling.files.run_files import read_manifest
 
     config = settings(tool="spans", save_path=str(tmp_path), schedule={"steps": [1]})
     worker = TrainWorker()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_profiling import AsyncProfilingCallback, ProfilingCallback, stage
-from verl_profiling.report.check import check
+from verl_profiling.steps.check import check
 from verl_profiling.workers import CaptureMixin
 
 STEPS = 3

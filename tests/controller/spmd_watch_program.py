@@ -16,8 +16,8 @@ from fleet import TrainWorker
 
 from verl_profiling import ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.capture.protocol import StopReply
-from verl_profiling.run_files import read_manifest
-from verl_profiling.watch_log import WatchLogReader
+from verl_profiling.files.run_files import read_manifest
+from verl_profiling.files.watch_log import WatchLogReader
 
 RANK = int(os.environ["RANK"])
 LATE = 2

@@ -14,7 +14,7 @@ from test_callback import configured, following, manifest
 
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
-from verl_profiling.run_files import read_manifest
+from verl_profiling.files.run_files import read_manifest
 
 KILLED = """
     import os, signal

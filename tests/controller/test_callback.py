@@ -18,9 +18,9 @@ from fleet import CoroutineWorker, TrainWorker, WorkerGroup
 
 from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.capture.session import Session
+from verl_profiling.files.run_files import read_manifest
 from verl_profiling.manifest import Manifest
-from verl_profiling.report.check import check
-from verl_profiling.run_files import read_manifest
+from verl_profiling.steps.check import check
 from verl_profiling.workers import CaptureMixin, RequestLog, RolloutCaptureMixin
 
 Work = Callable[[int], object]

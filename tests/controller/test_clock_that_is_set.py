@@ -11,7 +11,7 @@ import pytest
 from conftest import RunPython
 
 from verl_profiling.cli import main
-from verl_profiling.run_files import read_manifest
+from verl_profiling.files.run_files import read_manifest
 
 SOURCE = Path(__file__).parents[1] / "settable_clock.c"
 HOUR_S = 3600

@@ -29,8 +29,8 @@ from verl_profiling.commands.trigger import find_job
 from verl_profiling.controller.anomalies import Anomalies
 from verl_profiling.controller.run import Run
 from verl_profiling.controller.spmd import Decision
+from verl_profiling.files.run_files import read_manifest
 from verl_profiling.manifest import Manifest
-from verl_profiling.run_files import read_manifest
 from verl_profiling.settings.schedule import StepRange
 
 

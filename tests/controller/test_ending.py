@@ -14,9 +14,9 @@ from conftest import Pool, RunPython
 from fleet import once_all_hang
 from test_callback import configured, following, manifest, set_up
 
+from verl_profiling.files.run_files import read_manifest
 from verl_profiling.manifest import Manifest
-from verl_profiling.report.check import check
-from verl_profiling.run_files import read_manifest
+from verl_profiling.steps.check import check
 
 PROGRAM = """
     import os, signal, sys, time

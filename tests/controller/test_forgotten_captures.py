@@ -15,8 +15,8 @@ from test_callback import configured, following, local_worker, set_up
 
 from verl_profiling import ProfilingCallback
 from verl_profiling.capture.session import Session
-from verl_profiling.report.check import check
-from verl_profiling.run_files import read_manifest
+from verl_profiling.files.run_files import read_manifest
+from verl_profiling.steps.check import check
 
 
 def cell(

@@ -29,9 +29,9 @@ from test_watch import after_a_while
 from verl_profiling import ProfilingCallback, ProfilingConfig
 from verl_profiling.cli import main
 from verl_profiling.controller.hang_watch import report_to_rank_0
-from verl_profiling.step_summary import Hang, RankUse, StepSummary
+from verl_profiling.files.step_summary import Hang, RankUse, StepSummary
+from verl_profiling.files.watch_log import WatchLogReader, latest_step
 from verl_profiling.watch.sums import NO_LOOKS, StageSums, WatchQuestion
-from verl_profiling.watch_log import WatchLogReader, latest_step
 
 pytestmark = pytest.mark.timeout(180)
 

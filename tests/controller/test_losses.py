@@ -15,9 +15,9 @@ from conftest import RunPython
 from test_callback import configured, following, local_worker, pass_steps, run
 
 from verl_profiling.capture.session import Session
-from verl_profiling.report.check import check
-from verl_profiling.run_files import read_manifest, read_run
-from verl_profiling.watch_log import read_watch_log
+from verl_profiling.files.run_files import read_manifest, read_run
+from verl_profiling.files.watch_log import read_watch_log
+from verl_profiling.steps.check import check
 
 SOURCE = Path(__file__).parents[1] / "slow_disk.c"
 

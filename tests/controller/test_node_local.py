@@ -14,7 +14,7 @@ from verl_profiling import trajectory
 from verl_profiling.capture.protocol import CaptureRequest, StartReply
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
-from verl_profiling.run_files import read_manifest
+from verl_profiling.files.run_files import read_manifest
 
 
 class Elsewhere(TrainWorker):

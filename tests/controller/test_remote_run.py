@@ -23,10 +23,10 @@ from test_watch import after_a_while
 from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
+from verl_profiling.files.run_files import read_manifest, read_run
+from verl_profiling.files.watch_log import WatchLogReader
 from verl_profiling.manifest import Manifest
-from verl_profiling.report.check import check
-from verl_profiling.run_files import read_manifest, read_run
-from verl_profiling.watch_log import WatchLogReader
+from verl_profiling.steps.check import check
 
 
 class Store(MemoryFileSystem):

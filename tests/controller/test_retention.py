@@ -14,8 +14,8 @@ from test_callback import configured, following, manifest, pass_steps, train_thr
 
 from verl_profiling import ProfilingConfig
 from verl_profiling.capture.session import Session
-from verl_profiling.report.check import check
-from verl_profiling.run_files import read_run
+from verl_profiling.files.run_files import read_run
+from verl_profiling.steps.check import check
 
 
 def every_step(tmp_path: Path, **given: Any) -> ProfilingConfig:

@@ -18,7 +18,7 @@ from test_callback import configured, following, run, train_through
 from verl_profiling import ProfilingConfig
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
-from verl_profiling.run_files import read_manifest, read_run
+from verl_profiling.files.run_files import read_manifest, read_run
 
 
 def record(config: ProfilingConfig) -> Path:

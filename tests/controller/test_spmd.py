@@ -18,9 +18,9 @@ from verl_profiling import ProfilingCallback
 from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.commands.trigger import find_job
+from verl_profiling.files.run_files import read_manifest, read_run
 from verl_profiling.manifest import Manifest
-from verl_profiling.report.check import check
-from verl_profiling.run_files import read_manifest, read_run
+from verl_profiling.steps.check import check
 
 PROGRAM = Path(__file__).with_name("spmd_program.py")
 

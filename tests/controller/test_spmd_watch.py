@@ -17,8 +17,8 @@ from rank_processes import run_ranks
 from verl_profiling.cli import main
 from verl_profiling.controller.rank_summaries import RankSummaries
 from verl_profiling.controller.spmd import Ranks
-from verl_profiling.run_files import read_manifest
-from verl_profiling.step_summary import RankUse, StepSummary
+from verl_profiling.files.run_files import read_manifest
+from verl_profiling.files.step_summary import RankUse, StepSummary
 
 PROGRAM = Path(__file__).with_name("spmd_watch_program.py")
 LANES = ["actor_rank0", "actor_rank1", "actor_rank2"]

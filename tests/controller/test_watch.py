@@ -23,8 +23,8 @@ from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.commands.trigger import find_job
 from verl_profiling.controller.watch import Watch
+from verl_profiling.files.step_summary import RankUse, StepSummary
 from verl_profiling.identity import ProcessId, WorkerIdentity
-from verl_profiling.step_summary import RankUse, StepSummary
 from verl_profiling.watch.sums import WatchQuestion, WatchReading
 
 Summaries = list[StepSummary]

@@ -22,9 +22,9 @@ from verl_profiling.engines import adapter, vllm
 from verl_profiling.engines.adapter import engine_tool, rank_of_recording
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.settings.rollout import RolloutOptions
-from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.steps.inputs import find_steps
+from verl_profiling.steps.trace import Trace
 from verl_profiling.timeline.merge import merge
-from verl_profiling.timeline.trace import Trace
 from verl_profiling.tools.npu import NpuOptions, NpuTool
 from verl_profiling.workers import RequestLog, SGLangCaptureMixin
 

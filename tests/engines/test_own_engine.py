@@ -14,8 +14,8 @@ from verl_profiling import ProfilingCallback
 from verl_profiling.analysis import CapturedStep
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
-from verl_profiling.run_files import read_manifest
-from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.files.run_files import read_manifest
+from verl_profiling.steps.inputs import find_steps
 
 LENGTHS = ((2, 5, 9), (3, 40))
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from verl_profiling.cli import main
-from verl_profiling.run_files import read_manifest
-from verl_profiling.watch_log import WatchLogReader
+from verl_profiling.files.run_files import read_manifest
+from verl_profiling.files.watch_log import WatchLogReader
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_CPU = [

@@ -15,7 +15,7 @@ import pytest
 
 from tests.engines.contract import spans
 from tests.engines.server import SGLANG_ON_CPU
-from verl_profiling.run_files import read_manifest
+from verl_profiling.files.run_files import read_manifest
 
 pytest.importorskip(
     "sglang", reason="SGLang is not installed; make test-sglang builds its environment"

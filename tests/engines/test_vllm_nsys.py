@@ -14,7 +14,7 @@ import pytest
 
 from tests.tools.nsys_stand_in import install
 from verl_profiling.cli import main
-from verl_profiling.run_files import read_manifest
+from verl_profiling.files.run_files import read_manifest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds its environment")
 

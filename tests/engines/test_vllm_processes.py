@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_profiling.run_files import read_manifest
+from verl_profiling.files.run_files import read_manifest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds its environment")
 

@@ -21,9 +21,9 @@ from step_folders import Recording, build_step, with_facts
 
 from tests.fuzz.mutations import garble_bytes, garble_json
 from verl_profiling.analysis import open_step
+from verl_profiling.files.run_files import read_manifest, write_json_atomically, write_result
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import Artifact, CaptureResult, Manifest, RunInfo
-from verl_profiling.run_files import read_manifest, write_json_atomically, write_result
 from verl_profiling.watch.sinks import WatchLog
 
 __all__ = ["INPUTS", "Input", "build"]

@@ -14,8 +14,8 @@ import pytest
 
 from verl_profiling import ConfigError
 from verl_profiling.cli import main
-from verl_profiling.run_files import read_manifest
-from verl_profiling.watch_log import WatchLogReader
+from verl_profiling.files.run_files import read_manifest
+from verl_profiling.files.watch_log import WatchLogReader
 
 pytest.importorskip(
     "areal", reason="areal is not installed; `make test-areal` builds an environment"

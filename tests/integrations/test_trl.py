@@ -14,8 +14,8 @@ import pytest
 
 from verl_profiling import CaptureStateError, ConfigError
 from verl_profiling.cli import main
+from verl_profiling.files.run_files import read_manifest
 from verl_profiling.manifest import Manifest, StageSpan
-from verl_profiling.run_files import read_manifest
 
 pytest.importorskip("trl", reason="trl is not installed; `make test-trl` builds an environment")
 

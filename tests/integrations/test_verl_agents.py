@@ -13,7 +13,7 @@ import pytest
 
 from integrations.counted_tools import FILE
 from integrations.verl_runs import PLUGINS, ROOT, Run, run_verl
-from verl_profiling.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord
+from verl_profiling.files.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]
 

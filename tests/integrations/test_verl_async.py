@@ -11,8 +11,8 @@ from step_folders import spans_by_lane
 
 from integrations.verl_runs import ROOT, Run, run_verl
 from verl_profiling.cli import main
+from verl_profiling.files.trajectory_log import read_log
 from verl_profiling.manifest import Manifest, StageSpan
-from verl_profiling.trajectory_log import read_log
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]
 

@@ -11,11 +11,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from verl_profiling import ConfigError
-from verl_profiling.integrations.verl.bridge import (
-    settings_from_verl,
-    settings_of,
-    why_nothing,
-)
+from verl_profiling.integrations.verl.bridge import settings_from_verl, settings_of, why_nothing
 from verl_profiling.integrations.verl.trainer import ProfilingTrainerMixin
 
 TORCH = {

@@ -24,9 +24,9 @@ from test_pictures import PICTURES, draw_top
 
 from integrations.hanging_verl import FOLDER, SWITCH, TAKEN
 from integrations.verl_runs import PLUGINS, ROOT, SCRIPT, Run, run_verl
+from verl_profiling.files.step_summary import Hang, StepSummary
+from verl_profiling.files.watch_log import WatchLogReader, latest_step
 from verl_profiling.report.run_page import RUN_PAGE
-from verl_profiling.step_summary import Hang, StepSummary
-from verl_profiling.watch_log import WatchLogReader, latest_step
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from verl_profiling.files.run_files import read_manifest
+from verl_profiling.files.watch_log import WatchLogReader
 from verl_profiling.manifest import Manifest, StageSpan
-from verl_profiling.run_files import read_manifest
-from verl_profiling.watch_log import WatchLogReader
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
 

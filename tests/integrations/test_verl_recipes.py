@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from integrations.verl_runs import search_path
-from verl_profiling.run_files import read_manifest
+from verl_profiling.files.run_files import read_manifest
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
 

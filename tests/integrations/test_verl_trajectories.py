@@ -12,10 +12,10 @@ import drawn_logs
 import pytest
 
 from verl_profiling import ProfilingCallback, ProfilingConfig, span
+from verl_profiling.files.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord
 from verl_profiling.integrations.hooks import noting
 from verl_profiling.integrations.verl import trajectories as hooked
 from verl_profiling.integrations.verl.profiler import Profiler
-from verl_profiling.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord
 
 INFO = {"step": 3, "sample_index": 5, "rollout_n": 0, "validate": False}
 V1_PROMPT = {"uid": "g7", "session_id": 1}

@@ -13,8 +13,8 @@ import yaml
 from integrations.test_verl_agents import ADDED
 from integrations.test_verl_agents import SCRIPT as AGENT_SCRIPT
 from integrations.verl_runs import ASSETS, PLUGINS, REFERENCE, SCRIPT, Run, run_verl
+from verl_profiling.files.run_files import read_manifest
 from verl_profiling.manifest import Manifest, StageSpan
-from verl_profiling.run_files import read_manifest
 
 pytestmark = [pytest.mark.truth, pytest.mark.timeout(1800)]
 

@@ -15,11 +15,11 @@ import pytest
 from integrations.asking_verl import ANSWERS, REQUESTS, SLOW
 from integrations.verl_runs import PLUGINS, ROOT, Run, run_verl
 from verl_profiling.analysis import open_step
+from verl_profiling.files.run_files import read_manifest
+from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.files.watch_log import WatchLogReader
 from verl_profiling.manifest import Manifest
-from verl_profiling.run_files import read_manifest
-from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch.sinks import PREFIX
-from verl_profiling.watch_log import WatchLogReader
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
+from verl_profiling.files.run_files import read_manifest
+from verl_profiling.files.trajectory_log import LOG_SUFFIX, TrajectoryLog, read_log
 from verl_profiling.manifest import CaptureResult, Manifest
-from verl_profiling.run_files import read_manifest
-from verl_profiling.trajectory_log import LOG_SUFFIX, TrajectoryLog, read_log
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes/verl_grpo_cpu/run.sh"

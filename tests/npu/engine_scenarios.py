@@ -16,7 +16,7 @@ import torch_npu  # noqa: F401  before the processes are forked
 
 from tests.npu.engine_workers import Processes, VllmWorker, make_scheduler
 from verl_profiling import AsyncProfilingCallback
-from verl_profiling.run_files import read_manifest
+from verl_profiling.files.run_files import read_manifest
 from verl_profiling.workers import RequestLog, SGLangCaptureMixin, VLLMCaptureMixin
 
 OUTCOMES = "outcomes.json"

@@ -19,7 +19,7 @@ import torch_npu
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.capture.protocol import CaptureRequest
 from verl_profiling.capture.session import process_session
-from verl_profiling.run_files import read_manifest
+from verl_profiling.files.run_files import read_manifest
 from verl_profiling.tools.npu import Metrics, NpuOptions, NpuTool
 from verl_profiling.workers import CaptureMixin
 

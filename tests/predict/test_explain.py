@@ -24,9 +24,9 @@ from verl_profiling.cli import main
 from verl_profiling.manifest import POLLING, Request
 from verl_profiling.predict.explain import explain
 from verl_profiling.predict.graph import graph_of
-from verl_profiling.report.build import read_step
 from verl_profiling.report.diff import Change, Diff
-from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.steps.inputs import find_steps
+from verl_profiling.steps.read import read_step
 from verl_profiling.watch.sinks import WatchLog
 
 LOOP = Path(__file__).parents[2] / "benchmarks" / "what_if_loop.py"
@@ -333,14 +333,14 @@ def test_each_trace_is_read_once(
     saved.write_text(capsys.readouterr().out)
     read: list[object] = []
     monkeypatch.setattr(
-        "verl_profiling.report.build.read_step",
+        "verl_profiling.steps.read.read_step",
         lambda *given: read.append(given) or read_step(*given),
     )
     assert parts_of(diff(*runs, capsys))
     assert len(read) == 2
     assert not parts_of(diff(saved, runs[1], capsys))
     assert len(read) == 3
-    for function in ("predict.prediction.graph_of", "commands.diff.explain"):
+    for function in ("report.build.graph_of", "commands.diff.explain"):
         with monkeypatch.context() as patch:
             patch.setattr(f"verl_profiling.{function}", lambda *given: 1 / 0)
             found = diff(*runs, capsys)

@@ -17,9 +17,9 @@ from step_folders import rewrite_worker
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
+from verl_profiling.files.run_files import read_manifest
 from verl_profiling.manifest import Request, StageSpan
 from verl_profiling.predict.prediction import Prediction
-from verl_profiling.run_files import read_manifest
 
 _DRAWN = random.Random(3)
 LENGTHS = [_DRAWN.randint(40, 400) for _ in range(32)]

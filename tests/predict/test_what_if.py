@@ -22,11 +22,11 @@ from step_outcome import printed
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
+from verl_profiling.files.run_files import read_manifest
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import POLLING
 from verl_profiling.predict.prediction import Prediction
 from verl_profiling.report.tables import TABLES
-from verl_profiling.run_files import read_manifest
 
 WORKS = [("gemm", 5.2, 5.4)]
 
@@ -187,7 +187,7 @@ def test_a_failed_prediction_costs_two_tables_of_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synchronous(tmp_path)
-    monkeypatch.setattr("verl_profiling.predict.prediction.graph_of", lambda content: 1 / 0)
+    monkeypatch.setattr("verl_profiling.report.build.graph_of", lambda content: 1 / 0)
     report = open_step(tmp_path).report()
     assert report.coverage.missing == [
         "no critical path and no changes that would help: ZeroDivisionError: division by zero"
@@ -212,7 +212,7 @@ def test_the_path_is_the_first_process_of_the_timeline(
         assert len(slices) == parts
         assert stage or sum(event["dur"] for event in slices) == pytest.approx(10e6)
         assert {event["pid"] for event in slices} == {min(event["pid"] for event in events)}
-    monkeypatch.setattr("verl_profiling.report.build.read_step", lambda *given: 1 / 0)
+    monkeypatch.setattr("verl_profiling.steps.read.read_step", lambda *given: 1 / 0)
     assert main(["merge", str(tmp_path), "--critical-path"]) == 1
     assert "critical path: ZeroDivisionError" in capsys.readouterr().err
 
@@ -673,7 +673,7 @@ def test_a_wrong_value_is_refused_before_traces_are_read(
 ) -> None:
     synchronous(tmp_path)
     monkeypatch.setattr(
-        "verl_profiling.report.build.read_step", lambda *given: pytest.fail("a trace is read")
+        "verl_profiling.steps.read.read_step", lambda *given: pytest.fail("a trace is read")
     )
     with pytest.raises(ConfigError, match="--no-tail"):
         open_step(tmp_path).what_if(no_tail=0)

@@ -16,7 +16,7 @@ pytest.importorskip(
 from reader import run_module
 
 from verl_profiling.analysis import open_step
-from verl_profiling.trajectory_log import TrajectoryLog, read_log
+from verl_profiling.files.trajectory_log import TrajectoryLog, read_log
 
 pytestmark = [
     pytest.mark.recipes,

@@ -17,7 +17,7 @@ from step_folders import read_events, spans_by_lane
 
 from recipes.grpo_tiny import task
 from verl_profiling.cli import main
-from verl_profiling.run_files import read_manifest
+from verl_profiling.files.run_files import read_manifest
 
 ACTORS = ("actor_rank0", "actor_rank1")
 REPLICAS = ("rollout0_rank0", "rollout1_rank0")

@@ -10,8 +10,8 @@ import pytest
 from reader import run_module
 
 from verl_profiling.cli import main
-from verl_profiling.run_files import read_manifest
-from verl_profiling.watch_log import WatchLogReader
+from verl_profiling.files.run_files import read_manifest
+from verl_profiling.files.watch_log import WatchLogReader
 
 pytest.importorskip("hydra", reason="hydra-core is not installed; `make env` builds an environment")
 

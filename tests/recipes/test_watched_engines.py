@@ -15,7 +15,7 @@ pytest.importorskip(
 from reader import run_module
 from test_grpo_tiny import REPLICAS
 
-from verl_profiling.run_files import read_manifest
+from verl_profiling.files.run_files import read_manifest
 
 LATE_FROM, LAST = 10, 16
 SETTINGS = (

@@ -17,9 +17,9 @@ from step_outcome import printed
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError, TraceFormatError
-from verl_profiling.report.columns import WorkerRow
-from verl_profiling.report.kinds import PATTERNS, Pattern, communicates, own_name
+from verl_profiling.numbers.columns import WorkerRow
 from verl_profiling.report.model import Report
+from verl_profiling.steps.kinds import PATTERNS, Pattern, communicates, own_name
 
 DATA = Path(__file__).parents[1] / "data"
 BASE_NS = 1_700_000_000_000_000_000

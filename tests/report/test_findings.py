@@ -16,10 +16,10 @@ from verl_profiling.analysis import open_step
 from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
+from verl_profiling.files.run_files import read_manifest
+from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.report.findings import LIMIT, find
 from verl_profiling.report.model import Finding, Report
-from verl_profiling.run_files import read_manifest
-from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch.sinks import WatchLog
 
 WHOLE: list[Drawn] = [("update_actor", 0, 10)]

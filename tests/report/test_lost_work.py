@@ -19,7 +19,7 @@ from step_folders import read_events
 
 from verl_profiling.cli import main
 from verl_profiling.manifest import StepSpan
-from verl_profiling.report.check import check
+from verl_profiling.steps.check import check
 
 DATA = Path(__file__).parents[1] / "data"
 H100 = DATA / "h100" / "vllm" / "step_000004"

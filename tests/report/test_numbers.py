@@ -20,8 +20,8 @@ from step_outcome import printed
 from verl_profiling.analysis import open_step
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import ClockAnchor, HostClock, Request
-from verl_profiling.report.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
-from verl_profiling.report.columns import CostRow, MeasureRow, ReplicaRow
+from verl_profiling.numbers.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
+from verl_profiling.numbers.columns import CostRow, MeasureRow, ReplicaRow
 from verl_profiling.report.files import scalars
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report

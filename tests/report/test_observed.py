@@ -20,6 +20,7 @@ from step_outcome import printed
 from verl_profiling import AsyncProfilingCallback
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
+from verl_profiling.files.run_files import read_manifest, write_json_atomically
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import (
     MANIFEST_NAME,
@@ -29,7 +30,6 @@ from verl_profiling.manifest import (
     Manifest,
     StageSpan,
 )
-from verl_profiling.run_files import read_manifest, write_json_atomically
 
 END = 100_000  # us: length of a drawn step, in which each microsecond is known
 FORMS = (

@@ -15,7 +15,7 @@ from verl_profiling.analysis import open_step
 from verl_profiling.commands.view import bundled_ui
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
-from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.steps.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 
 pytestmark = needs_browser

@@ -20,9 +20,9 @@ from step_folders import rewrite
 
 from verl_profiling import AsyncProfilingCallback, span, trajectory
 from verl_profiling.cli import main
+from verl_profiling.files.run_files import read_manifest
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult, Request
-from verl_profiling.run_files import read_manifest
 from verl_profiling.workers import AgentLoopCaptureMixin
 
 Reported = Callable[..., dict[str, Any]]

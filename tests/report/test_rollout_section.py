@@ -15,17 +15,18 @@ from step_folders import read_events, rewrite, rewrite_worker
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_OK
+from verl_profiling.files.trajectory_log import Counted, StatusChange
 from verl_profiling.manifest import POLLING, Request
-from verl_profiling.report.columns import CounterRow
+from verl_profiling.numbers.columns import CounterRow
+from verl_profiling.numbers.sections import Polling
 from verl_profiling.report.diff import compare
 from verl_profiling.report.files import scalars
 from verl_profiling.report.findings import find
 from verl_profiling.report.html import render_html
-from verl_profiling.report.model import Polling, Report
-from verl_profiling.report.records import OTHERS
+from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import rollout_sentences
 from verl_profiling.report.tables import TABLES, cause_key
-from verl_profiling.trajectory_log import Counted, StatusChange
+from verl_profiling.steps.records import OTHERS
 
 
 def report_with(

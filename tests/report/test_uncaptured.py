@@ -20,12 +20,12 @@ from step_folders import build_step
 
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
+from verl_profiling.files.run_files import write_json_atomically
+from verl_profiling.files.step_summary import RankUse, SpanTotal, StepSummary
+from verl_profiling.files.watch_log import WATCH_LOG
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
-from verl_profiling.run_files import write_json_atomically
-from verl_profiling.step_summary import RankUse, SpanTotal, StepSummary
 from verl_profiling.watch.sinks import WatchLog
-from verl_profiling.watch_log import WATCH_LOG
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from typing import Any
 
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply
-from verl_profiling.report.check import check
-from verl_profiling.run_files import read_run
+from verl_profiling.files.run_files import read_run
+from verl_profiling.steps.check import check
 from verl_profiling.workers import CaptureMixin
 
 PHASES = ("before", "begin", "between hooks", "in stage", "end", "after", "end of training")

@@ -11,7 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from verl_profiling import ProfilingCallback
 from verl_profiling.capture.session import process_session
-from verl_profiling.report.check import check
+from verl_profiling.steps.check import check
 from verl_profiling.workers import CaptureMixin
 
 

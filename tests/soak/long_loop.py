@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from verl_profiling import ProfilingCallback, stage
-from verl_profiling.report.check import check
+from verl_profiling.steps.check import check
 from verl_profiling.workers import CaptureMixin
 
 

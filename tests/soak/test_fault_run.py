@@ -17,7 +17,7 @@ from tests.soak.fault_run import KINDS, FaultRun, faults
 from tests.soak.killed_loop import STAGES
 from verl_profiling.cli import main
 from verl_profiling.engines import recorder
-from verl_profiling.report.check import check
+from verl_profiling.steps.check import check
 
 # Those for which nobody waits for a timeout or a new process, and one of the latter.
 QUICK = tuple(kind for kind in KINDS if "hangs" not in kind and "dies in" not in kind)

@@ -23,15 +23,15 @@ from drawn_logs import add_log
 from step_folders import build_step, rewrite_worker
 
 from verl_profiling.cli import main
-from verl_profiling.manifest import Artifact
-from verl_profiling.run_files import read_manifest, write_result
-from verl_profiling.trajectory_log import (
+from verl_profiling.files.run_files import read_manifest, write_result
+from verl_profiling.files.trajectory_log import (
     LoopRecord,
     SpanRecord,
     StatusChange,
     TrajectoryLog,
     TrajectoryRecord,
 )
+from verl_profiling.manifest import Artifact
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(600)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from verl_profiling.cli import main
-from verl_profiling.timeline.nsys import convert_nsys
+from verl_profiling.steps.nsys import convert_nsys
 
 ASCEND = Path(__file__).parents[1] / "data" / "ascend_level1.tar.gz"
 START_NS = 1_767_225_600_000_000_000

@@ -24,11 +24,11 @@ from step_folders import (
 
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
+from verl_profiling.files.run_files import read_manifest
 from verl_profiling.manifest import StageSpan, ToolSpan
-from verl_profiling.run_files import read_manifest
-from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.steps.inputs import find_steps
+from verl_profiling.steps.step import Keep
 from verl_profiling.timeline.merge import MergeResult, merge, stage_windows
-from verl_profiling.timeline.step import Keep
 
 CLOCK_NS = 1_234_567_891
 
@@ -266,7 +266,7 @@ def test_two_processes_write_the_same_timeline(
     """How many processes merge does not show in the result."""
     (inputs,) = find_steps(build_step(tmp_path))
     alone = merge(inputs, tmp_path / "alone.json.gz").path
-    monkeypatch.setattr("verl_profiling.timeline.cluster._SPAWN_BYTES", 0)
+    monkeypatch.setattr("verl_profiling.steps.cluster._SPAWN_BYTES", 0)
     together = merge(inputs, tmp_path / "together.json.gz", jobs=2).path
     assert together.read_bytes() == alone.read_bytes()
 

@@ -17,9 +17,9 @@ from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
 from verl_profiling.integrations.verl.profiler import log_reports
 from verl_profiling.manifest import MANIFEST_NAME, MAX_NS, StepSpan
-from verl_profiling.report.build import Content, read_step
 from verl_profiling.report.html import render_html
-from verl_profiling.timeline.step import StepInputs
+from verl_profiling.steps.read import Content, read_step
+from verl_profiling.steps.step import StepInputs
 
 STEPS = [
     StepSpan(step=2, begin_ns=ns(0), end_ns=ns(5), policy_version=1, metrics={"tokens": 500.0}),
@@ -143,7 +143,7 @@ def test_trackers_get_each_step_under_its_number(
             raise OSError("stale file handle")
         return read_step(inputs)
 
-    monkeypatch.setattr("verl_profiling.report.build.read_step", read)
+    monkeypatch.setattr("verl_profiling.steps.read.read_step", read)
 
     class Tracker:
         def __init__(self) -> None:

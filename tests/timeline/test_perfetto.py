@@ -12,8 +12,8 @@ from drawn_logs import Drawn
 from step_folders import WORKERS, build_step, read_events
 
 from verl_profiling.commands.view import bundled_ui
-from verl_profiling.run_files import read_manifest
-from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.files.run_files import read_manifest
+from verl_profiling.steps.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 
 pytestmark = [

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from step_folders import read_events
 
-from verl_profiling.timeline.categories import CATEGORIES, meaning_of
-from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.steps.categories import CATEGORIES, meaning_of
+from verl_profiling.steps.inputs import find_steps
+from verl_profiling.steps.step import StepInputs
+from verl_profiling.steps.trace import Trace
 from verl_profiling.timeline.merge import merge
-from verl_profiling.timeline.step import StepInputs
-from verl_profiling.timeline.trace import Trace
 
 DATA = Path(__file__).parents[1] / "data"
 NO_TRACES = {"hta.json", "figures.json", "drawn_figures.json", "demo_figures.json"}

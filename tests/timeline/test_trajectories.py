@@ -17,13 +17,7 @@ from step_folders import build_step, read_events
 
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
-from verl_profiling.report.check import check
-from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.merge import merge
-from verl_profiling.timeline.processes import LANE_PIDS, TRAJECTORIES_PID
-from verl_profiling.timeline.step import Keep
-from verl_profiling.timeline.trace import Limits
-from verl_profiling.trajectory_log import (
+from verl_profiling.files.trajectory_log import (
     LOG_SUFFIX,
     Counted,
     LoopRecord,
@@ -31,6 +25,12 @@ from verl_profiling.trajectory_log import (
     StatusChange,
     TrajectoryLog,
 )
+from verl_profiling.steps.check import check
+from verl_profiling.steps.inputs import find_steps
+from verl_profiling.steps.step import Keep
+from verl_profiling.steps.trace import Limits
+from verl_profiling.timeline.merge import merge
+from verl_profiling.timeline.processes import LANE_PIDS, TRAJECTORIES_PID
 
 
 def test_trajectories_take_as_many_rows_as_ran_at_once(tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_a_log_without_end_costs_itself(tmp_path: Path, monkeypatch: pytest.Monk
     """A small file may unpack to any size."""
     folder = build_step(tmp_path)
     add_log(folder, log_of(0, spans=SPANS[:50]))
-    monkeypatch.setattr("verl_profiling.trajectory_log.MAX_BYTES", 1_000)
+    monkeypatch.setattr("verl_profiling.files.trajectory_log.MAX_BYTES", 1_000)
     assert main(["report", str(folder)]) == 1
     [(status, reason)] = checked(folder).values()
     assert (status, "more than 1,000 bytes" in reason) == ("unreadable", True)

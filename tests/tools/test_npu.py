@@ -12,10 +12,10 @@ import pytest
 
 from tests.npu import artifacts_of, outcomes_of
 from verl_profiling import ToolUnavailableError
-from verl_profiling.report.check import check
-from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.steps.check import check
+from verl_profiling.steps.inputs import find_steps
+from verl_profiling.steps.trace import Trace
 from verl_profiling.timeline.merge import merge
-from verl_profiling.timeline.trace import Trace
 from verl_profiling.workers import CaptureMixin
 
 Outcome = dict[str, Any]

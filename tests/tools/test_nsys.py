@@ -16,13 +16,13 @@ import pytest
 from tests.tools.nsys_stand_in import TOOL, Worker, found_first
 from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig, ToolUnavailableError
 from verl_profiling.cli import main
+from verl_profiling.files.run_files import read_manifest
 from verl_profiling.manifest import Artifact
-from verl_profiling.run_files import read_manifest
-from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.nsys import convert_nsys, read_ranges
-from verl_profiling.timeline.trace import Trace
-from verl_profiling.tools.nsys import expected_ranges, nsys_runtime_env
+from verl_profiling.steps.inputs import find_steps
+from verl_profiling.steps.nsys import convert_nsys, read_ranges
+from verl_profiling.steps.trace import Trace
 from verl_profiling.workers import CaptureMixin
+from verl_profiling.workers.nsys_launch import expected_ranges, nsys_runtime_env
 
 STAGES = ["old_log_prob", "update_actor"]
 

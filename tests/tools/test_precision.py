@@ -18,8 +18,8 @@ import pytest
 
 from tests.npu import artifacts_of
 from verl_profiling import ToolUnavailableError
-from verl_profiling.report.check import check
-from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.steps.check import check
+from verl_profiling.steps.inputs import find_steps
 from verl_profiling.workers import CaptureMixin
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,9 +10,9 @@ from example_loops import request, settings
 
 from verl_profiling import span, stage, trajectory
 from verl_profiling.capture.session import Session
+from verl_profiling.files.trajectory_log import read_log
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.testing import record_step
-from verl_profiling.trajectory_log import read_log
 from verl_profiling.workers import AgentLoopCaptureMixin, RewardCaptureMixin
 
 CONFIG = {"enable": True, "tool": "trajectories"}

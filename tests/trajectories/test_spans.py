@@ -19,9 +19,14 @@ import pytest
 from drawn_logs import recorded
 
 from verl_profiling import span, trajectory, trajectory_status
+from verl_profiling.files.trajectory_log import (
+    SpanRecord,
+    TrajectoryLog,
+    TrajectoryRecord,
+    read_log,
+)
 from verl_profiling.testing import record_step
 from verl_profiling.trajectories import count
-from verl_profiling.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord, read_log
 
 MOST = 1_000
 

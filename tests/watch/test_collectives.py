@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quiet_steps import with_stages
 
-from verl_profiling.step_summary import RankUse, StepSummary
+from verl_profiling.files.step_summary import RankUse, StepSummary
 from verl_profiling.watch.collectives import with_lateness
 
 MS = 1_000_000

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quiet_steps import with_stages
 
-from verl_profiling.step_summary import ExposedStage, RankUse, SpanTotal, StepSummary
+from verl_profiling.files.step_summary import ExposedStage, RankUse, SpanTotal, StepSummary
 from verl_profiling.watch.exposed import exposed, standings
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -25,8 +25,8 @@ from verl_profiling import (
 )
 from verl_profiling.capture.session import Session, process_session
 from verl_profiling.cli import main
+from verl_profiling.files.step_summary import Idle, RankUse, SpanTotal, StepSummary
 from verl_profiling.report.sentences import waits
-from verl_profiling.step_summary import Idle, RankUse, SpanTotal, StepSummary
 from verl_profiling.trajectories import count
 from verl_profiling.watch.exposed import StepRuns, exposed
 from verl_profiling.watch.idle import idle_of, made_in

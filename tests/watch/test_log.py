@@ -11,14 +11,14 @@ import pytest
 from drawn_summaries import summary
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.watch.sinks import WatchLog
-from verl_profiling.watch_log import (
+from verl_profiling.files.watch_log import (
     OLDER_WATCH_LOG,
     WATCH_LOG,
     WatchLogReader,
     has_watch_log,
     read_watch_log,
 )
+from verl_profiling.watch.sinks import WatchLog
 
 
 def steps(reader: WatchLogReader) -> list[int]:

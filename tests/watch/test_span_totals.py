@@ -18,12 +18,12 @@ from verl_profiling import ProfilingCallback, clock, span, stage, trajectory
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_OK
-from verl_profiling.run_files import read_manifest
-from verl_profiling.step_summary import OTHERS, RankUse, SpanTotal, StepSummary
+from verl_profiling.files.run_files import read_manifest
+from verl_profiling.files.step_summary import OTHERS, RankUse, SpanTotal, StepSummary
+from verl_profiling.files.watch_log import WatchLogReader
 from verl_profiling.trajectories.open_log import OpenLog
 from verl_profiling.trajectories.spans import count, start_log, stop_log, total_spans
 from verl_profiling.watch.sums import MOST_NAMES, SpanSums
-from verl_profiling.watch_log import WatchLogReader
 from verl_profiling.workers import AgentLoopCaptureMixin
 
 MS, S = 1_000_000, 1_000_000_000

@@ -11,8 +11,8 @@ from example_loops import settings
 
 from verl_profiling import clock, stage
 from verl_profiling.capture.session import Session
+from verl_profiling.files.step_summary import RankUse
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.step_summary import RankUse
 from verl_profiling.watch.sums import WatchQuestion
 
 ACTOR, S = WorkerIdentity(role="actor"), 1_000_000_000

@@ -10,9 +10,9 @@ import pytest
 from drawn_summaries import MS, summary
 
 from verl_profiling import ProfilingCallback
-from verl_profiling.step_summary import SpanTotal
+from verl_profiling.files.step_summary import SpanTotal
+from verl_profiling.files.watch_log import WatchLogReader
 from verl_profiling.watch.sinks import values_of
-from verl_profiling.watch_log import WatchLogReader
 
 
 def test_a_stage_has_exposed_time_leader_and_imbalance() -> None:

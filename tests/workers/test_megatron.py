@@ -18,11 +18,11 @@ from example_loops import request
 
 from verl_profiling import CaptureStateError, stage
 from verl_profiling.capture.session import Session
+from verl_profiling.files.run_files import read_manifest
 from verl_profiling.manifest import CaptureResult, Manifest, StageSpan
-from verl_profiling.run_files import read_manifest
-from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.steps.inputs import find_steps
+from verl_profiling.steps.trace import Trace
 from verl_profiling.timeline.merge import merge
-from verl_profiling.timeline.trace import Trace
 from verl_profiling.workers import CaptureMixin, CaptureTimers, MegatronCaptureMixin
 
 ROOT = Path(__file__).resolve().parents[2]

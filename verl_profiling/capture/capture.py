@@ -19,9 +19,9 @@ from verl_profiling.capture.finishing import BackgroundWork, finish
 from verl_profiling.capture.protocol import CaptureRequest, result_of
 from verl_profiling.capture.result_file import measured
 from verl_profiling.capture.stage import OpenStage, SpanLog
+from verl_profiling.files.memory import process_peak_bytes
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult, StageSpan, ToolSpan, worst_status
-from verl_profiling.memory import process_peak_bytes
 from verl_profiling.settings.role import RoleConfig
 from verl_profiling.tools import Destination, Output, Recording, Tool
 from verl_profiling.tools.devices import used_devices

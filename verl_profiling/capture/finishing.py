@@ -21,10 +21,10 @@ from functools import partial
 from pathlib import Path
 
 from verl_profiling.capture.protocol import CaptureRequest
+from verl_profiling.files.opener import appended, make_folder
+from verl_profiling.files.remote import Upload, copy_line
 from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.manifest import Artifact
-from verl_profiling.opener import appended, make_folder
-from verl_profiling.remote import Upload, copy_line
 from verl_profiling.settings.limits import AfterHook
 from verl_profiling.tools import Output
 from verl_profiling.units import visible

@@ -12,10 +12,10 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.errors import CaptureStateError
+from verl_profiling.files.opener import make_folder, make_private_folder
+from verl_profiling.files.remote import Upload
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult
-from verl_profiling.opener import make_folder, make_private_folder
-from verl_profiling.remote import Upload
 from verl_profiling.settings.role import RoleConfig
 
 StartStatus = Literal["recording", "armed", "joined", "skipped", "refused"]

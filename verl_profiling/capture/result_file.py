@@ -15,6 +15,7 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture.finishing import AfterHooks, BackgroundWork
 from verl_profiling.capture.protocol import CaptureRequest, result_of, skipped
+from verl_profiling.files.run_files import RESULT_SUFFIX, capture_of, write_json_atomically
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import (
     Artifact,
@@ -24,7 +25,6 @@ from verl_profiling.manifest import (
     finite_numbers,
     with_artifacts,
 )
-from verl_profiling.run_files import RESULT_SUFFIX, capture_of, write_json_atomically
 from verl_profiling.settings.limits import AfterHook
 from verl_profiling.settings.role import RoleConfig
 

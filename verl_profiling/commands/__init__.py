@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.remote import is_url
+from verl_profiling.files.remote import is_url
 
 EXIT_OK = 0
 EXIT_FINDING = 1

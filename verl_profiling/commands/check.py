@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from verl_profiling.analysis import open_run
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK, add_json, print_json
 from verl_profiling.commands.common import add_paths, add_ray
-from verl_profiling.report.check import CheckResult
+from verl_profiling.steps.check import CheckResult
 from verl_profiling.units import visible
 
 

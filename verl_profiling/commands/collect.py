@@ -5,16 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from verl_profiling.commands import (
-    EXIT_FINDING,
-    EXIT_OK,
-    add_json,
-    local_path,
-    option,
-    print_json,
-)
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK, add_json, local_path, option, print_json
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.timeline.nsys import collect
+from verl_profiling.steps.nsys import collect
 from verl_profiling.units import visible
 
 

@@ -14,12 +14,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from verl_profiling.analysis import CapturedStep, open_steps
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK, local_path, option
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.opener import clear_leftovers
+from verl_profiling.files.opener import clear_leftovers
+from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.files.watch_log import latest_step, read_watch_log
 from verl_profiling.report.model import Report
 from verl_profiling.report.watch_frame import logged_steps
-from verl_profiling.step_summary import StepSummary
 from verl_profiling.units import visible
-from verl_profiling.watch_log import latest_step, read_watch_log
 
 
 def add_paths(parser: argparse.ArgumentParser) -> None:

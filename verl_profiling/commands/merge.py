@@ -9,18 +9,10 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling.analysis import CapturedStep, Progress
-from verl_profiling.commands import (
-    add_json,
-    at_least_0,
-    count,
-    names,
-    option,
-    print_json,
-    size,
-)
+from verl_profiling.commands import add_json, at_least_0, count, names, option, print_json, size
 from verl_profiling.commands.common import StepByStep, add_paths, add_ray, progress
 from verl_profiling.errors import ConfigError
-from verl_profiling.opener import clear_leftovers
+from verl_profiling.files.opener import clear_leftovers
 from verl_profiling.units import byte_size, listed, visible
 
 

@@ -13,8 +13,8 @@ import msgspec
 
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK, add_json, option, print_json
 from verl_profiling.errors import ConfigError
+from verl_profiling.files.opener import read_small
 from verl_profiling.identity import ROLLOUT_ROLE, step_folder_name
-from verl_profiling.opener import read_small
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig, RoleOverride
 from verl_profiling.settings.schedule import MOST_CAPTURES, planned_captures
 from verl_profiling.settings.watch import WatchOptions

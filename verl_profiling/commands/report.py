@@ -21,7 +21,8 @@ from verl_profiling.commands.common import (
     watched,
 )
 from verl_profiling.errors import ConfigError
-from verl_profiling.opener import naming, whole_file
+from verl_profiling.files.opener import naming, whole_file
+from verl_profiling.files.run_files import known_run
 from verl_profiling.report.files import write_csv, write_tensorboard
 from verl_profiling.report.findings import OWN_COST, USUAL
 from verl_profiling.report.html import render_html
@@ -40,8 +41,7 @@ from verl_profiling.report.watch_frame import (
     watch_frame,
     watch_sentence,
 )
-from verl_profiling.run_files import known_run
-from verl_profiling.timeline.inputs import how_to_capture, is_uncaptured, the_run
+from verl_profiling.steps.inputs import how_to_capture, is_uncaptured, the_run
 from verl_profiling.units import visible
 
 _Steps = list[tuple[CapturedStep, Report]]

@@ -20,6 +20,9 @@ from verl_profiling.commands import (
     print_json,
 )
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.files.run_files import read_run
+from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.files.watch_log import WATCH_LOG, WatchLogReader, has_watch_log, latest_step
 from verl_profiling.manifest import RUN_NAME, RunInfo
 from verl_profiling.report.terminal import fitting_console
 from verl_profiling.report.watch_frame import (
@@ -30,11 +33,8 @@ from verl_profiling.report.watch_frame import (
     varying_stages,
     watch_frame,
 )
-from verl_profiling.run_files import read_run
-from verl_profiling.step_summary import StepSummary
-from verl_profiling.timeline.inputs import the_run
+from verl_profiling.steps.inputs import the_run
 from verl_profiling.units import duration
-from verl_profiling.watch_log import WATCH_LOG, WatchLogReader, has_watch_log, latest_step
 
 _STEPS = 200
 _CAPTURES = 5

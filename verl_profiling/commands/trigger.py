@@ -39,12 +39,12 @@ from verl_profiling.commands import (
     print_json,
 )
 from verl_profiling.errors import ConfigError, ProfilingError, TraceFormatError
+from verl_profiling.files.remote import LocalFolder, RemoteFolder, is_url
+from verl_profiling.files.watch_log import WATCH_LOG
 from verl_profiling.manifest import RUN_NAME, RunInfo
-from verl_profiling.remote import LocalFolder, RemoteFolder, is_url
-from verl_profiling.timeline.inputs import is_step, numbered, runs_at
-from verl_profiling.timeline.trace import UNDECODABLE
+from verl_profiling.steps.inputs import is_step, numbered, runs_at
+from verl_profiling.steps.trace import UNDECODABLE
 from verl_profiling.units import visible
-from verl_profiling.watch_log import WATCH_LOG
 
 ACCEPTED, PENDING = "accepted", "pending"
 _SOON_S = 0.3

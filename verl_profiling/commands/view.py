@@ -25,9 +25,9 @@ from verl_profiling.analysis import only_step
 from verl_profiling.commands import EXIT_OK, add_json, local_path, option, print_json
 from verl_profiling.commands.common import StepByStep
 from verl_profiling.errors import ConfigError
-from verl_profiling.opener import opened
+from verl_profiling.files.opener import opened
 from verl_profiling.report.html import render_html
-from verl_profiling.timeline.step import TIMELINE_NAME
+from verl_profiling.steps.step import TIMELINE_NAME
 
 PERFETTO_PORT = 9001
 """The only port that ``ui.perfetto.dev`` may fetch a local trace from."""

@@ -27,12 +27,12 @@ from verl_profiling.controller.spmd import Decision, in_a_line, knows_place, pla
 from verl_profiling.controller.targets import Roster, Waits
 from verl_profiling.controller.watch import Watch
 from verl_profiling.errors import ProfilingError
+from verl_profiling.files.remote import Upload
+from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CUT_SHORT, CaptureResult, StepSpan
-from verl_profiling.remote import Upload
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.schedule import Action
-from verl_profiling.step_summary import ROLLOUT
 from verl_profiling.units import visible
 
 LAST_READ_S = 5.0  # training may have ended because a worker hangs

@@ -53,10 +53,10 @@ from verl_profiling.controller.spmd import (
 from verl_profiling.controller.targets import Roster
 from verl_profiling.controller.watch import Watch
 from verl_profiling.errors import ConfigError
+from verl_profiling.files.opener import make_folder
+from verl_profiling.files.remote import LocalFolder, RemoteFolder, is_url
 from verl_profiling.identity import WorkerIdentity, process_rank
 from verl_profiling.manifest import Manifest
-from verl_profiling.opener import make_folder
-from verl_profiling.remote import LocalFolder, RemoteFolder, is_url
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.schedule import Action, Schedule, StepRange
 from verl_profiling.units import step_list, visible

@@ -22,9 +22,9 @@ from verl_profiling import clock
 from verl_profiling.capture.session import process_session
 from verl_profiling.controller.spmd import PROBLEMS, Ranks
 from verl_profiling.controller.targets import Call, Postponed, Target
-from verl_profiling.opener import make_folder, read_small, remove_file
-from verl_profiling.run_files import write_json_atomically
-from verl_profiling.step_summary import Hang, RankUse, StepSummary
+from verl_profiling.files.opener import make_folder, read_small, remove_file
+from verl_profiling.files.run_files import write_json_atomically
+from verl_profiling.files.step_summary import Hang, RankUse, StepSummary
 from verl_profiling.units import duration
 from verl_profiling.watch.hangs import (
     LOOP_FILE,

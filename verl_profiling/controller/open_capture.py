@@ -21,6 +21,7 @@ from verl_profiling.capture.stage import SpanLog
 from verl_profiling.clock import Handshake
 from verl_profiling.controller.spmd import HANDSHAKES, Decision, Ranks, measured_clock
 from verl_profiling.controller.targets import Call, Roster, Target, Waits, Worker, wait_for
+from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import (
     CaptureResult,
@@ -31,7 +32,6 @@ from verl_profiling.manifest import (
     StepSpan,
     finite_numbers,
 )
-from verl_profiling.step_summary import ROLLOUT
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from verl_profiling import clock
 from verl_profiling.controller.spmd import PROBLEMS, Ranks, in_a_line
-from verl_profiling.step_summary import RankUse, StepSummary
+from verl_profiling.files.step_summary import RankUse, StepSummary
 from verl_profiling.watch.collectives import with_lateness
 
 logger = logging.getLogger(__name__)

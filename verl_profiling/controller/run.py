@@ -35,14 +35,19 @@ from verl_profiling.controller.open_capture import OpenCapture
 from verl_profiling.controller.spmd import Ranks, RunPlace
 from verl_profiling.controller.targets import Waits, settle
 from verl_profiling.errors import ConfigError, TraceFormatError
+from verl_profiling.files.opener import make_folder, make_private_folder, remove_file
+from verl_profiling.files.remote import LocalFolder, RemoteFolder, Upload, copy_line
+from verl_profiling.files.run_files import (
+    RESULT_SUFFIX,
+    json_of,
+    read_manifest,
+    write_json_atomically,
+)
+from verl_profiling.files.watch_log import OLDER_WATCH_LOG, WATCH_LOG
 from verl_profiling.identity import ProcessId, safe_name, step_folder_name
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, CaptureResult, Manifest, RunInfo
-from verl_profiling.opener import make_folder, make_private_folder, remove_file
-from verl_profiling.remote import LocalFolder, RemoteFolder, Upload, copy_line
-from verl_profiling.run_files import RESULT_SUFFIX, json_of, read_manifest, write_json_atomically
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.units import local_time, visible
-from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG
 
 logger = logging.getLogger(__name__)
 

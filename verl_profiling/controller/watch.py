@@ -25,10 +25,10 @@ from verl_profiling.controller.hang_watch import HangWatch, report_to_rank_0
 from verl_profiling.controller.rank_summaries import RankSummaries
 from verl_profiling.controller.spmd import Ranks
 from verl_profiling.controller.targets import Call, Postponed, Roster, Worker
+from verl_profiling.files.step_summary import RankUse, StepSummary
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import finite_numbers
 from verl_profiling.settings.watch import WatchOptions
-from verl_profiling.step_summary import RankUse, StepSummary
 from verl_profiling.watch.collectives import RecorderReading, with_lateness
 from verl_profiling.watch.exposed import StepRuns, exposed
 from verl_profiling.watch.idle import idle_of, made_in

@@ -29,6 +29,7 @@ from verl_profiling.capture.session import process_session
 from verl_profiling.engines.adapter import EngineAdapter, EngineTool, refusal
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import CaptureStateError
+from verl_profiling.files.opener import make_folder
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import (
     Artifact,
@@ -38,7 +39,6 @@ from verl_profiling.manifest import (
     expected_artifact,
     worst_status,
 )
-from verl_profiling.opener import make_folder
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.tools.base import Output
 from verl_profiling.tools.npu import NpuTool, output_of_recording

@@ -32,8 +32,8 @@ from verl_profiling.engines.adapter import (
 )
 from verl_profiling.engines.request_log import OpenRequest, RequestLog
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
+from verl_profiling.files.opener import opened
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.opener import opened
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.tools.base import imported

@@ -18,13 +18,13 @@ import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.manifest import POLLING, WAIT
+from verl_profiling.numbers.lost import ROLLOUT
 from verl_profiling.predict.graph import CAPTURE, LAG_BY, WORK, Graph
 from verl_profiling.predict.kernels import KERNEL
 from verl_profiling.predict.path import Chains, Replay, replay
-from verl_profiling.report.capture_rows import VALIDATE
-from verl_profiling.report.intervals import length, spans_of
-from verl_profiling.report.lost import ROLLOUT
-from verl_profiling.report.records import LOOP_LAG, OTHERS, UNKNOWN
+from verl_profiling.slices.intervals import length, spans_of
+from verl_profiling.steps.records import LOOP_LAG, OTHERS, UNKNOWN
+from verl_profiling.steps.requests import VALIDATE
 from verl_profiling.units import duration
 
 TOOL = "tool:"

@@ -34,16 +34,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.manifest import MOST_NESTED, POLLING, WAIT, Request, StageSpan
+from verl_profiling.numbers import usage
+from verl_profiling.numbers.anatomy import capture_time
+from verl_profiling.numbers.lost import ROLLOUT
 from verl_profiling.predict.limits import Hold, Limit, limits_of
-from verl_profiling.report import numbers
-from verl_profiling.report.anatomy import capture_time
-from verl_profiling.report.build import Content
-from verl_profiling.report.capture_rows import VALIDATE
-from verl_profiling.report.collectives import Calls
-from verl_profiling.report.intervals import EMPTY, Ints, Spans, intersection, overlaps, subtract
-from verl_profiling.report.lanes import Lane, Step
-from verl_profiling.report.lost import ROLLOUT
-from verl_profiling.report.records import (
+from verl_profiling.slices.intervals import EMPTY, Ints, Spans, intersection, overlaps, subtract
+from verl_profiling.steps.calls import Calls
+from verl_profiling.steps.lanes import Lane, Step
+from verl_profiling.steps.nesting import stages_by_row
+from verl_profiling.steps.read import Content
+from verl_profiling.steps.records import (
     BEFORE,
     FROM_THE_ENGINE,
     GENERATE,
@@ -52,7 +52,7 @@ from verl_profiling.report.records import (
     Pieces,
     Records,
 )
-from verl_profiling.timeline.processes import stages_by_row
+from verl_profiling.steps.requests import VALIDATE
 
 LOOP = "controller"
 OWN, CAPTURE, WORK, DELAY = "own code", "capture", "work", "delay"
@@ -366,7 +366,7 @@ def _add_lanes(graph: Graph, step: Step, workers: int) -> None:
     """Add the number of lanes, the idle time of each process,
     and the processes whose waits are recorded.
     """
-    devices = numbers.shared_devices(step)
+    devices = usage.shared_devices(step)
     on_device = [lanes for lanes in devices if lanes[0].on_device]
     graph.lanes, graph.on_device = len(on_device or devices) or workers, bool(on_device)
     process_of = _process_of(step)

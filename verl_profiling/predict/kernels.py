@@ -37,13 +37,13 @@ import numpy as np
 
 from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.predict.graph import WORK, Graph, Segment
-from verl_profiling.report import kinds
-from verl_profiling.report.activity import to_spans
-from verl_profiling.report.intervals import Spans, union
-from verl_profiling.report.records import FROM_THE_ENGINE, LOOP_LAG, TO_THE_ENGINE
-from verl_profiling.timeline.cluster import results
-from verl_profiling.timeline.step import Source, StepInputs
-from verl_profiling.timeline.trace import Limits, Trace
+from verl_profiling.slices.intervals import Spans, union
+from verl_profiling.steps import kinds
+from verl_profiling.steps.activity import to_spans
+from verl_profiling.steps.cluster import results
+from verl_profiling.steps.records import FROM_THE_ENGINE, LOOP_LAG, TO_THE_ENGINE
+from verl_profiling.steps.step import Source, StepInputs
+from verl_profiling.steps.trace import Limits, Trace
 
 _Row = tuple[Any, Any]
 _Times = list[tuple[int, int]]

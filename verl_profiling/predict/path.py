@@ -13,7 +13,7 @@ import numpy as np
 
 from verl_profiling.errors import ConfigError
 from verl_profiling.predict.graph import Graph
-from verl_profiling.report.intervals import Ints
+from verl_profiling.slices.intervals import Ints
 
 _MOST_STEPS = 50  # until all steps are alike
 

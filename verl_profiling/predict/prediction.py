@@ -12,18 +12,14 @@ from typing import ClassVar
 import msgspec
 
 from verl_profiling.manifest import POLLING, WAIT
+from verl_profiling.numbers.anatomy import OUTSIDE_STAGES
+from verl_profiling.numbers.columns import HelpRow, PathRow, added
 from verl_profiling.predict.changes import TOOL, Baseline, Changes, tool_name
-from verl_profiling.predict.graph import DELAY, LAG_BY, WORK, Graph, graph_of
+from verl_profiling.predict.graph import DELAY, LAG_BY, WORK, Graph
 from verl_profiling.predict.path import Replay, chains_of, critical_path, replay, slacks_ns
 from verl_profiling.predict.resources import on_resources
-from verl_profiling.report.anatomy import OUTSIDE_STAGES
-from verl_profiling.report.build import Content
-from verl_profiling.report.columns import HelpRow, PathRow
-from verl_profiling.report.intervals import length, spans_of, within
-from verl_profiling.report.model import Report
-from verl_profiling.report.records import GENERATE
-from verl_profiling.report.tables import added
-from verl_profiling.units import visible, visible_text_of
+from verl_profiling.slices.intervals import length, spans_of, within
+from verl_profiling.steps.records import GENERATE
 
 _NOT_STEADY = (
     "the predicted step is not the mean step: each step leaves more or less work to the next"
@@ -87,29 +83,6 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str]
     low_us: float | None = None
     high_us: float | None = None
-
-
-def with_predictions(report: Report, content: Content) -> tuple[Report, Graph | None]:
-    """Return a report with its critical path and the changes that would help, and the graph of the
-    step.
-
-    An error costs these alone: it becomes a sentence on missing data.
-
-    Args:
-        report: The report of a step.
-        content: Everything that was read of the step.
-    """
-    try:
-        graph = graph_of(content)
-        found = visible_text_of(predict(graph))
-    except Exception as error:
-        problem = (
-            f"no critical path and no changes that would help: {type(error).__name__}: {error}"
-        )
-        report.coverage.missing.append(visible(problem))
-        return report, None
-    rows = {"what_would_help": found.what_would_help, "critical_path": found.path}
-    return msgspec.structs.replace(report, **rows), graph
 
 
 def predict(

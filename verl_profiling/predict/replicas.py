@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from verl_profiling.errors import ConfigError
 from verl_profiling.predict.graph import Graph
 from verl_profiling.predict.path import Replay, followers_of
-from verl_profiling.report.capture_rows import VALIDATE
+from verl_profiling.steps.requests import VALIDATE
 
 Floats = NDArray[np.float64]
 

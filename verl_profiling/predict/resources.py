@@ -13,10 +13,10 @@ import numpy as np
 
 from verl_profiling.errors import ConfigError
 from verl_profiling.manifest import WEIGHT_SYNC
+from verl_profiling.numbers.lost import ROLLOUT
 from verl_profiling.predict.changes import Changes, check_name
 from verl_profiling.predict.path import Replay, replay
 from verl_profiling.predict.replicas import Simulation, fitted
-from verl_profiling.report.lost import ROLLOUT
 
 _ORDERS = 7  # random ones, of round robin
 

@@ -17,15 +17,15 @@ from typing import ClassVar
 import msgspec
 from rich.console import Console
 
-from verl_profiling.report.anatomy import CAPTURE_CALLS
-from verl_profiling.report.lost import cause_name
+from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.numbers.anatomy import CAPTURE_CALLS
+from verl_profiling.numbers.lost import cause_name
 from verl_profiling.report.model import Report
-from verl_profiling.report.records import UNEXPLAINED, joined_causes
 from verl_profiling.report.run_page import stage_seconds
 from verl_profiling.report.tables import cells, named, without_middle
 from verl_profiling.report.terminal import fitting_console, print_table
 from verl_profiling.report.watch_frame import STEP, middle, seconds_of
-from verl_profiling.step_summary import StepSummary
+from verl_profiling.steps.records import UNEXPLAINED, joined_causes
 from verl_profiling.units import duration, visible
 
 _SMALLEST_SHARE = 0.01

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from verl_profiling.errors import ConfigError, ToolUnavailableError
-from verl_profiling.opener import make_folder, real_folder, whole_file
+from verl_profiling.files.opener import make_folder, real_folder, whole_file
+from verl_profiling.files.run_files import EventFile
 from verl_profiling.report.model import Report
 from verl_profiling.report.tables import TABLES, fields_of, flat_rows
-from verl_profiling.run_files import EventFile
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -15,13 +15,16 @@ from statistics import median, median_low
 import msgspec
 
 from verl_profiling.manifest import POLLING, WAIT, WEIGHT_SYNC
-from verl_profiling.report.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
-from verl_profiling.report.capture_rows import slow_replica, slowest_replica
-from verl_profiling.report.columns import BlockRow, DeviceRow, StragglerRow
-from verl_profiling.report.intervals import grouped
-from verl_profiling.report.lost import ROLLOUT
-from verl_profiling.report.model import Finding, Report, Rollout
-from verl_profiling.report.records import (
+from verl_profiling.numbers.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
+from verl_profiling.numbers.capture_rows import slow_replica, slowest_replica
+from verl_profiling.numbers.columns import BlockRow, DeviceRow, StragglerRow
+from verl_profiling.numbers.lost import ROLLOUT
+from verl_profiling.numbers.rollout_section import KEPT
+from verl_profiling.numbers.sections import Rollout
+from verl_profiling.report.model import Finding, Report
+from verl_profiling.report.sentences import counted
+from verl_profiling.slices.intervals import grouped
+from verl_profiling.steps.records import (
     BEFORE,
     FROM_THE_ENGINE,
     LOOP_LAG,
@@ -30,8 +33,6 @@ from verl_profiling.report.records import (
     UNEXPLAINED,
     UNKNOWN,
 )
-from verl_profiling.report.rollout_section import KEPT
-from verl_profiling.report.sentences import counted
 from verl_profiling.units import duration, listed
 
 LIMIT = 5

@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.report.columns import WorkerRow
+from verl_profiling.numbers.columns import WorkerRow
+from verl_profiling.numbers.lost import cause_name
+from verl_profiling.numbers.sections import GanttSpan
 from verl_profiling.report.findings import calm
-from verl_profiling.report.intervals import grouped
-from verl_profiling.report.lost import cause_name
-from verl_profiling.report.model import Finding, GanttSpan, Report
+from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.sentences import (
     Figure,
     asked_sentences,
@@ -36,6 +36,7 @@ from verl_profiling.report.tables import (
     stage_class,
     without_middle,
 )
+from verl_profiling.slices.intervals import grouped
 from verl_profiling.units import duration, listed
 
 CONTROLLER = "controller"

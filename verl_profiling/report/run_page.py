@@ -12,8 +12,9 @@ from statistics import median
 from typing import NamedTuple
 from urllib.parse import quote
 
+from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.numbers.lost import cause_name
 from verl_profiling.report.html import document, figures_section, page_title, section, table
-from verl_profiling.report.lost import cause_name
 from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import Figure, axis_top, waits
 from verl_profiling.report.tables import Cell, named, stage_class, timed
@@ -24,8 +25,7 @@ from verl_profiling.report.watch_frame import (
     noticed_in,
     slowest,
 )
-from verl_profiling.step_summary import StepSummary
-from verl_profiling.timeline.inputs import how_to_capture
+from verl_profiling.steps.inputs import how_to_capture
 from verl_profiling.units import duration, visible, visible_text_of
 
 RUN_PAGE = "index.html"

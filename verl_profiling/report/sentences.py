@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from verl_profiling.report.lost import cause_name
-from verl_profiling.report.model import OTHER_RANKS, Asked, Report, Rollout
-from verl_profiling.step_summary import ROLLOUT, TRAINING, StepSummary
+from verl_profiling.files.step_summary import ROLLOUT, TRAINING, StepSummary
+from verl_profiling.numbers.lost import cause_name
+from verl_profiling.numbers.sections import OTHER_RANKS, Asked, Rollout
+from verl_profiling.report.model import Report
 from verl_profiling.units import byte_size, duration
 
 _MOST_BARS = 60

@@ -1,4 +1,4 @@
-"""The list of a report's tables; the columns of each are in :mod:`verl_profiling.report.columns`.
+"""The list of a report's tables; the columns of each are in :mod:`verl_profiling.numbers.columns`.
 
 A table has one name everywhere: ``kernels`` is a field of the JSON, a CSV file, a frame and a
 heading. The name of a field ends with its unit (``_us``, ``_s``, ``share``, ``bytes``); any other
@@ -15,10 +15,11 @@ from zlib import crc32
 
 import msgspec
 
-from verl_profiling.report.columns import CauseRow, HelpRow, PathRow
-from verl_profiling.report.lost import CAUSES, cause_name
-from verl_profiling.report.model import OTHER_RANKS, Report, Rollout
-from verl_profiling.report.records import LOOP_LAG, UNKNOWN
+from verl_profiling.numbers.columns import CauseRow, HelpRow, PathRow, added
+from verl_profiling.numbers.lost import CAUSES, cause_name
+from verl_profiling.numbers.sections import OTHER_RANKS, Rollout
+from verl_profiling.report.model import Report
+from verl_profiling.steps.records import LOOP_LAG, UNKNOWN
 from verl_profiling.units import byte_size, duration, three_digits, visible
 
 _STAGES = (
@@ -111,7 +112,7 @@ class Table(NamedTuple):
         note: Sentence below the table, or a function that returns the sentence.
         most: Number of rows on the page.
         key: Function that returns the colour key of a row.
-        field: Field of :class:`~verl_profiling.report.model.Rollout` with the rows; empty for a
+        field: Field of :class:`~verl_profiling.numbers.sections.Rollout` with the rows; empty for a
             field of the report.
         shown: Function that returns the shown rows, if they differ from the rows of the data.
     """
@@ -306,13 +307,6 @@ def summed(path: Iterable[PathRow]) -> list[PathRow]:
         key = (row.stage, row.who, row.kind)
         rows[key] = added(rows[key], row) if key in rows else row
     return list(rows.values())
-
-
-def added(row: PathRow, other: PathRow) -> PathRow:
-    """Return a row with the time of both rows."""
-    idle_us = None if row.idle_us is None else row.idle_us + (other.idle_us or 0.0)
-    duration_us, share = row.duration_us + other.duration_us, row.share + other.share
-    return msgspec.structs.replace(row, duration_us=duration_us, share=share, idle_us=idle_us)
 
 
 def _key(row: Any) -> str:

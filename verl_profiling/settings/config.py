@@ -16,9 +16,9 @@ import msgspec
 
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
+from verl_profiling.files.opener import real_folder
+from verl_profiling.files.remote import check_url, is_url
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.opener import real_folder
-from verl_profiling.remote import check_url, is_url
 from verl_profiling.settings.limits import AfterHook, Limits, RemoteOptions, Timeouts
 from verl_profiling.settings.role import (
     TRAJECTORIES,
@@ -31,9 +31,9 @@ from verl_profiling.settings.role import (
 )
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.settings.schedule import Schedule
-from verl_profiling.settings.typed_values import build, field_types, value_of
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.tools import TOOLS, Tool
+from verl_profiling.typed_values import build, field_types, value_of
 
 __all__ = [
     "Mode",

@@ -16,8 +16,8 @@ import msgspec
 
 from verl_profiling.capture_request import Ranks, parse_ranks
 from verl_profiling.errors import ConfigError
-from verl_profiling.memory import available_bytes
-from verl_profiling.settings.typed_values import Positive, Seconds, Size
+from verl_profiling.files.memory import available_bytes
+from verl_profiling.typed_values import Positive, Seconds, Size
 from verl_profiling.units import byte_size
 
 EVERY_RANK = "all"

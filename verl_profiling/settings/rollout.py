@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from verl_profiling.settings.typed_values import NotNegative, Positive, Seconds
+from verl_profiling.typed_values import NotNegative, Positive, Seconds
 
 _COUNT_WITH_STACKS = 10
 _MANY_WITH_STACKS = 100

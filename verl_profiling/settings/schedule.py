@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import count, islice
 
 from verl_profiling.errors import ConfigError
-from verl_profiling.settings.typed_values import NotNegative, Positive
+from verl_profiling.typed_values import NotNegative, Positive
 
 MOST_CAPTURES = 10
 """Number of listed captures for a run of unknown length."""

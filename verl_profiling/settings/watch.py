@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from verl_profiling.settings.typed_values import NotNegative, Seconds
+from verl_profiling.typed_values import NotNegative, Seconds
 
 Ratio = Annotated[float, msgspec.Meta(gt=1, le=1_000_000)]
 Share = Annotated[float, msgspec.Meta(gt=0, lt=1)]

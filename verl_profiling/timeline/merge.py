@@ -20,14 +20,24 @@ from isal import igzip
 
 from verl_profiling.capture_request import parse_ranks
 from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
+from verl_profiling.files.opener import move_file, opened, scratch_folder, whole_file
 from verl_profiling.manifest import SCHEMA_VERSION
-from verl_profiling.opener import move_file, opened, scratch_folder, whole_file
-from verl_profiling.timeline.cluster import results
+from verl_profiling.steps.cluster import results
+from verl_profiling.steps.logs import statuses_of
+from verl_profiling.steps.requests import requests_by_id
+from verl_profiling.steps.step import (
+    TIMELINE_MARK,
+    TIMELINE_NAME,
+    Keep,
+    Source,
+    StepInputs,
+    zero_ns,
+)
+from verl_profiling.steps.trace import Event, Trace
 from verl_profiling.timeline.member import (
     Member,
     MemberJob,
     packed,
-    statuses_of,
     write_events,
     write_log_member,
     write_member,
@@ -44,12 +54,8 @@ from verl_profiling.timeline.processes import (
     path_events,
     request_events,
     request_rows,
-    requests_by_id,
 )
-from verl_profiling.timeline.step import TIMELINE_MARK, TIMELINE_NAME, Keep, Source, StepInputs
-from verl_profiling.timeline.trace import Event, Trace
 
-_SLACK_NS = 3_600_000_000_000  # the clock starts an hour before the step, so that no ts is negative
 _LONGEST_US = 1e6  # longer events are never dropped to reduce the size
 
 
@@ -86,7 +92,7 @@ def merge(
     """Write the timeline of one step.
 
     Args:
-        inputs: The step, from :func:`~verl_profiling.timeline.inputs.find_steps`.
+        inputs: The step, from :func:`~verl_profiling.steps.inputs.find_steps`.
         output: File to write, uncompressed if its name ends with ``.json``; by default
             ``timeline.json.gz`` in the step's folder.
         keep: Selection of events; all by default.
@@ -186,13 +192,6 @@ def _unpacked(result: MergeResult) -> MergeResult:
     with opened(result.path) as file, igzip.open(file) as content, whole_file(path) as unpacked:
         shutil.copyfileobj(content, unpacked, 1 << 20)
     return msgspec.structs.replace(result, path=path, bytes=path.stat().st_size)
-
-
-def zero_ns(begin_ns: int) -> int:
-    """Return the unix time (ns) of ``ts == 0`` in the timeline of a step that begins
-    at ``begin_ns``.
-    """
-    return max(begin_ns - _SLACK_NS, 0) // 1_000_000_000 * 1_000_000_000
 
 
 def _plan(

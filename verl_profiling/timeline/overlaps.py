@@ -15,8 +15,8 @@ from itertools import count
 import msgspec
 import numpy as np
 
+from verl_profiling.steps.trace import Event
 from verl_profiling.timeline.processes import metadata
-from verl_profiling.timeline.trace import Event
 
 _FIRST_TID = 1 << 24  # above the rows of stages
 _ROWS_PER_TRACE = 1 << 12  # the last one takes all further slices

@@ -7,19 +7,17 @@ own. Arrows lead from the ``generate`` spans of trajectories to their requests.
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 
-from verl_profiling.manifest import CaptureResult, Manifest, Request, StageSpan
-from verl_profiling.timeline.categories import is_host, is_on_device
-from verl_profiling.timeline.trace import NO_ARGS, Event
-from verl_profiling.trajectory_log import SpanRecord, TrajectoryRecord
+from verl_profiling.manifest import CaptureResult, Manifest, Request
+from verl_profiling.steps.categories import is_host, is_on_device
+from verl_profiling.steps.nesting import packed_rows, stages_by_row
+from verl_profiling.steps.trace import NO_ARGS, Event
+from verl_profiling.units import _NAME_LENGTH, shortened
 
 LANE_PIDS = 10_000
 """Number of process ids reserved for a lane."""
@@ -45,12 +43,9 @@ _FIRST_DEVICE = 1
 _FIRST_OTHER = 2_000
 _LAST_OTHER = TRAJECTORIES_PID - 1
 _OTHERS_PER_TRACE = 50
-_NAME_LENGTH = 120  # characters
-_MOST_ROWS = 64  # of stages, or of the spans of a trajectory
 _WORDS = {"process_name": "name", "process_labels": "labels"}
 _PROCESS_METADATA = {*_WORDS, "process_sort_index"}
 _ENCODER = msgspec.json.Encoder()
-_Span = TypeVar("_Span", bound=StageSpan | TrajectoryRecord | SpanRecord)
 
 
 def name_process(pid: int, name: str) -> list[Event]:
@@ -59,11 +54,6 @@ def name_process(pid: int, name: str) -> list[Event]:
         metadata("process_name", pid, 0, {"name": shortened(name)}),
         metadata("process_sort_index", pid, 0, {"sort_index": pid}),
     ]
-
-
-def shortened(name: str) -> str:
-    """Return a name cut to 120 characters."""
-    return name if len(name) <= _NAME_LENGTH else f"{name[: _NAME_LENGTH - 1]}…"
 
 
 def name_row(pid: int, row: int, name: str) -> list[Event]:
@@ -107,64 +97,6 @@ def draw(
     args = NO_ARGS if about is None else msgspec.Raw(_ENCODER.encode(about))
     took = max(end_ns - base_ns - since, 0)
     return Event("X", category, shortened(name), pid, tid, since / 1000, took / 1000, args=args)
-
-
-def packed_rows(spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the lowest free row for each span (begin, end), so that no spans of a row overlap."""
-    rows = [0] * len(spans)
-    busy: list[tuple[int, int]] = []  # end, row
-    free: list[int] = []
-    for place in sorted(range(len(spans)), key=lambda place: spans[place][0]):
-        begin, end = spans[place]
-        while busy and busy[0][0] <= begin:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        rows[place] = heapq.heappop(free) if free else len(busy)
-        heapq.heappush(busy, (end, rows[place]))
-    return rows
-
-
-def nested_rows(spans: Iterable[_Span], is_child: Callable[[_Span, _Span], bool]) -> list[int]:
-    """Return a row for each span, so that spans of a row are nested or do not overlap.
-
-    A span has the row of its parent, if the parent is the innermost span there and encloses the
-    span, else the first free row. There are at most 64 rows; further concurrent spans share the
-    last row.
-
-    Args:
-        spans: The spans, parents before their children.
-        is_child: Function that returns whether the first span is a child of the second.
-    """
-    rows: list[list[_Span]] = []  # open spans of each row, outermost first
-    found = []
-    for span in spans:
-        begin_ns, end_ns = span.begin_ns, span.end_ns
-        free, parent = len(rows), None
-        for number, opened in enumerate(rows):
-            while opened and opened[-1].end_ns <= begin_ns:
-                opened.pop()
-            if not opened:
-                free = min(free, number)
-                continue
-            inner = opened[-1]
-            is_around = (
-                inner.begin_ns <= begin_ns and end_ns <= inner.end_ns and is_child(span, inner)
-            )
-            if is_around and (parent is None or inner.begin_ns > parent.begin_ns):
-                parent, row = inner, number
-        if parent is None:
-            row = min(free, _MOST_ROWS - 1)
-        if row == len(rows):
-            rows.append([])
-        rows[row].append(span)
-        found.append(row)
-    return found
-
-
-def stages_by_row(spans: Iterable[StageSpan]) -> Iterator[tuple[StageSpan, int]]:
-    """Yield stages in order of begin, each with its row; the depth tells the parent."""
-    ordered = sorted(spans, key=lambda span: (span.begin_ns, span.depth, -span.end_ns))
-    rows = nested_rows(ordered, lambda span, around: around.depth == span.depth - 1)
-    return zip(ordered, rows, strict=True)
 
 
 class Processes:
@@ -398,48 +330,6 @@ def path_events(path: Iterable[Slice], base_ns: int) -> list[Event]:
     """
     slices = [draw(base_ns, _PATH_PID, 1, "critical path", *part) for part in path]
     return [*name_process(_PATH_PID, "critical path"), *slices] if slices else []
-
-
-def requests_by_id(manifest: Manifest) -> dict[str, list[Request]]:
-    """Return the requests by their id, sorted by begin; requests without an id are left out."""
-    found: dict[str, list[Request]] = {}
-    for worker in manifest.workers:
-        for request in worker.requests:
-            if request.id:
-                found.setdefault(request.id, []).append(request)
-    for served in found.values():
-        served.sort(key=_begin)
-    return found
-
-
-def joined(
-    spans: Iterable[tuple[int, str, int, int]], requests: Mapping[str, list[Request]]
-) -> dict[int, Request]:
-    """Return the request of each span, by the span's number; spans without a request are left out.
-
-    Several requests may have the span's request id, e.g. after a retry. The candidates are the last
-    request before the span's begin and the first request after it; the larger overlap decides.
-
-    Args:
-        spans: (number, request id, begin, end) of each span, in unix ns.
-        requests: The requests by id, sorted by begin.
-    """
-    found = {}
-    for number, id, begin, end in spans:
-        served = requests.get(id, [])
-        place = bisect_left(served, begin, key=_begin)
-        near = served[max(place - 1, 0) : place + 1]
-        common = (
-            (min(one.end_ns, end) - max(one.begin_ns, begin), at) for at, one in enumerate(near)
-        )
-        overlap, best = max(common, default=(-1, 0))
-        if overlap >= 0:
-            found[number] = near[best]
-    return found
-
-
-def _begin(request: Request) -> int:
-    return request.begin_ns
 
 
 def request_rows(worker: CaptureResult) -> list[int]:

@@ -16,9 +16,8 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
+from verl_profiling.files.opener import make_folder, read_small, whole_file
 from verl_profiling.manifest import Artifact
-from verl_profiling.opener import make_folder, read_small, whole_file
-from verl_profiling.settings.typed_values import Seconds
 from verl_profiling.tools.base import (
     Destination,
     Marks,
@@ -30,6 +29,7 @@ from verl_profiling.tools.base import (
     remove_folder,
 )
 from verl_profiling.tools.torch_profiler import MiniBatchWindow
+from verl_profiling.typed_values import Seconds
 
 DOMAIN = "verl_profiling"
 """Domain of the mstx ranges of stages."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from verl_profiling.errors import CaptureStateError, ConfigError
-from verl_profiling.opener import make_folder, opened, whole_file
+from verl_profiling.files.opener import make_folder, opened, whole_file
 from verl_profiling.tools.base import (
     Destination,
     Output,

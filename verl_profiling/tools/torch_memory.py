@@ -15,11 +15,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from verl_profiling import clock
 from verl_profiling.errors import CaptureStateError, ToolUnavailableError
+from verl_profiling.files.opener import make_folder, move_file, scratch_folder
 from verl_profiling.manifest import Artifact
-from verl_profiling.opener import make_folder, move_file, scratch_folder
-from verl_profiling.settings.typed_values import Positive
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool, imported
 from verl_profiling.tools.npu import TORCH_NPU
+from verl_profiling.typed_values import Positive
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from verl_profiling.files.trajectory_log import LOG_SUFFIX, write_log
 from verl_profiling.manifest import Artifact
-from verl_profiling.settings.typed_values import Positive
 from verl_profiling.tools.base import Destination, Output, Recording, Tool
 from verl_profiling.trajectories.open_log import OpenLog
 from verl_profiling.trajectories.spans import keep_trajectories, start_log, stop_log
-from verl_profiling.trajectory_log import LOG_SUFFIX, write_log
+from verl_profiling.typed_values import Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class TrajectoriesTool(Tool):
     """Records :func:`verl_profiling.trajectory` and :func:`verl_profiling.span`, and the lag of
     event loops.
 
-    The file is read by :func:`verl_profiling.trajectory_log.read_log`.
+    The file is read by :func:`verl_profiling.files.trajectory_log.read_log`.
     """
 
     name: ClassVar[str] = "trajectories"

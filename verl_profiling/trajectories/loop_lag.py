@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any, Final, NamedTuple
 
 from verl_profiling import clock
-from verl_profiling.trajectory_log import NO_SPAN, Block, LoopRecord
+from verl_profiling.files.trajectory_log import NO_SPAN, Block, LoopRecord
 
 LOOK_S = 0.02
 LATE_NS = 30_000_000

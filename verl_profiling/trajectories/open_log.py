@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_profiling import clock
-from verl_profiling.trajectories.loop_lag import LoopLag
-from verl_profiling.trajectories.spans import FAILED, LEFT, Span, Trajectory
-from verl_profiling.trajectory_log import (
+from verl_profiling.files.trajectory_log import (
     NO_SPAN,
     Counted,
     Fact,
@@ -20,6 +18,8 @@ from verl_profiling.trajectory_log import (
     TrajectoryLog,
     TrajectoryRecord,
 )
+from verl_profiling.trajectories.loop_lag import LoopLag
+from verl_profiling.trajectories.spans import FAILED, LEFT, Span, Trajectory
 
 _LONGEST_TEXT = 200
 _MOST_FACTS = 50

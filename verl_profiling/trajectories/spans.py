@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from verl_profiling import clock
+from verl_profiling.files.trajectory_log import Counted, StatusChange
 from verl_profiling.trajectories.loop_lag import LoopState
-from verl_profiling.trajectory_log import Counted, StatusChange
 
 if TYPE_CHECKING:
     from typing_extensions import Self

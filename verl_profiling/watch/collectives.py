@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from verl_profiling.files.step_summary import Collectives, Period, RankUse, StepSummary
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.step_summary import Collectives, Period, RankUse, StepSummary
 
 ASKED_STEPS, MOST_STEPS = 6, 40  # ranks begin at different times
 """Steps whose records are read, one more than the sign ``leader`` needs;

@@ -14,22 +14,15 @@ from statistics import median
 import msgspec
 
 from verl_profiling.capture_request import Sign
+from verl_profiling.files.step_summary import RankUse, SpanTotal, StepSummary
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import WEIGHT_SYNC
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.shifts import LEAST_S, MATTERS, Series
-from verl_profiling.step_summary import RankUse, SpanTotal, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.units import byte_size, duration
 from verl_profiling.watch.exposed import alone_ns, standings
-from verl_profiling.watch.span_past import (
-    GENERATE,
-    NEWS,
-    SpanKey,
-    SpanPast,
-    by_role,
-    worker_role,
-)
+from verl_profiling.watch.span_past import GENERATE, NEWS, SpanKey, SpanPast, by_role, worker_role
 from verl_profiling.watch.suspicion import Suspicion, healthiest
 
 LONG_S, LONG = 30.0, 3.0

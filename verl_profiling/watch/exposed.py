@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from verl_profiling.files.step_summary import ExposedStage, RankUse, StepSummary
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import WAIT
-from verl_profiling.step_summary import ExposedStage, RankUse, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
 
 TIED = 0.05

@@ -27,10 +27,10 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock
+from verl_profiling.files.opener import remove_file
+from verl_profiling.files.run_files import write_json_atomically
 from verl_profiling.identity import ROLLOUT_ROLE, ProcessId, WorkerIdentity, pid_namespace
 from verl_profiling.manifest import WAIT
-from verl_profiling.opener import remove_file
-from verl_profiling.run_files import write_json_atomically
 from verl_profiling.trajectories.spans import TRAJECTORY, open_spans
 from verl_profiling.units import duration
 from verl_profiling.watch.collectives import entered_collectives

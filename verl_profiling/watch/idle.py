@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from verl_profiling.files.step_summary import NO_REQUESTS, ROLLOUT, TRAINING, Idle, StepSummary
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import WAIT, WEIGHT_SYNC
-from verl_profiling.step_summary import NO_REQUESTS, ROLLOUT, TRAINING, Idle, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.watch.exposed import Runs, StepRuns, numbered
 

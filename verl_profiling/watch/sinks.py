@@ -17,10 +17,10 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling.errors import ToolUnavailableError
-from verl_profiling.opener import appended, move_file, whole_file
-from verl_profiling.run_files import EventFile
-from verl_profiling.step_summary import StepSummary
-from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG
+from verl_profiling.files.opener import appended, move_file, whole_file
+from verl_profiling.files.run_files import EventFile
+from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.files.watch_log import OLDER_WATCH_LOG, WATCH_LOG
 
 logger = logging.getLogger(__name__)
 

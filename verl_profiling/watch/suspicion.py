@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from verl_profiling.capture_request import Trigger, TriggerKind
-from verl_profiling.step_summary import StepSummary
+from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.watch.exposed import TIED, Standing, standings
 
 MOST_SUSPECTS = 4

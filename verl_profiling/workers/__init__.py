@@ -9,6 +9,7 @@ from verl_profiling.workers.base import (
     MegatronCaptureMixin,
     RewardCaptureMixin,
 )
+from verl_profiling.workers.nsys_launch import nsys_runtime_env
 from verl_profiling.workers.rollout import RolloutCaptureMixin, SGLangCaptureMixin, VLLMCaptureMixin
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "RolloutCaptureMixin",
     "SGLangCaptureMixin",
     "VLLMCaptureMixin",
+    "nsys_runtime_env",
 ]

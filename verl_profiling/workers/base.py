@@ -20,7 +20,7 @@ from verl_profiling.capture.stage import Stage
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity, process_rank
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.typed_values import value_of
+from verl_profiling.typed_values import value_of
 from verl_profiling.watch.sums import WatchQuestion, WatchReading
 
 if TYPE_CHECKING:

@@ -33,9 +33,9 @@ from verl_profiling.engines.vllm import (
 from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.typed_values import value_of
 from verl_profiling.tools.devices import engine_devices
 from verl_profiling.tools.nsys import NsysTool, process_ranges
+from verl_profiling.typed_values import value_of
 from verl_profiling.watch.sums import WatchQuestion, WatchReading
 
 ENGINES = ("vllm", "sglang", "transformers")

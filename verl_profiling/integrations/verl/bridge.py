@@ -23,9 +23,9 @@ from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.limits import EVERY_RANK
 from verl_profiling.settings.schedule import Schedule, planned_captures
-from verl_profiling.tools import nsys
 from verl_profiling.tools.nsys import NsysTool
 from verl_profiling.units import step_list
+from verl_profiling.workers.nsys_launch import expected_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ def _check_nsys(config: Any, settings: ProfilingConfig) -> None:
         if (device := _device(config)) != "cuda":
             why = f"nsys records CUDA devices, and trainer.device is {device!r}"
             raise ConfigError(f"roles.{role}.tool", why)
-        nsys.expected_ranges(chosen, settings.schedule)
+        expected_ranges(chosen, settings.schedule)
 
 
 def _check_rollout(config: Any, settings: ProfilingConfig) -> None:

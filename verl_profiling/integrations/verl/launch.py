@@ -22,7 +22,7 @@ from verl_profiling.integrations.verl.bridge import TRAINING_ROLES, settings_wit
 from verl_profiling.integrations.verl.workers import settings_of_server
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools.devices import NO_INJECTION, VARIABLE
-from verl_profiling.tools.nsys import nsys_runtime_env
+from verl_profiling.workers.nsys_launch import nsys_runtime_env
 
 _KEEP = "VERL_KEEP_NVTX_INJECTION"
 

@@ -13,12 +13,12 @@ from typing import Any
 
 from verl_profiling.controller.callback import AsyncProfilingCallback, ProfilingCallback
 from verl_profiling.errors import ToolUnavailableError
+from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.integrations.hooks import misfits, usable, wrap
 from verl_profiling.integrations.verl import parts_of
 from verl_profiling.integrations.verl.versions_and_stages import TRAINER_STAGES, untested
 from verl_profiling.integrations.verl.workers import ROLLOUTER, rollout_processes
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch.sinks import PREFIX, values_of
 
 logger = logging.getLogger(__name__)
@@ -277,10 +277,11 @@ def log_reports(trackers: Mapping[str, Any], run_folder: Path, last_step: int) -
         run_folder: The folder of the step folders.
         last_step: Number of the last step that was logged.
     """
-    from verl_profiling.report.build import build_report, read_step
+    from verl_profiling.report.build import build_report
     from verl_profiling.report.files import scalars
-    from verl_profiling.timeline.inputs import find_steps, step_folders
-    from verl_profiling.timeline.step import one_by_one
+    from verl_profiling.steps.inputs import find_steps, step_folders
+    from verl_profiling.steps.read import read_step
+    from verl_profiling.steps.step import one_by_one
 
     for folder in step_folders(run_folder):
         try:

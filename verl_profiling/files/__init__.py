@@ -1,0 +1,1 @@
+"""Files of a run, which capturing writes and analysing reads."""

@@ -1,0 +1,348 @@
+"""Reads and writes the files of a run. Writing is atomic, and errors have the path of the file."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_profiling.errors import ToolUnavailableError, TraceFormatError
+from verl_profiling.files.opener import appended, make_folder, named_file, read_small, whole_file
+from verl_profiling.manifest import (
+    CUT_SHORT,
+    MANIFEST_NAME,
+    RUN_NAME,
+    SCHEMA_VERSION,
+    Artifact,
+    CaptureResult,
+    Manifest,
+    RunInfo,
+    with_artifacts,
+)
+from verl_profiling.units import step_list, without_passwords
+
+RESULT_SUFFIX = ".result.json"
+"""Suffix of a process's result file in the step folder."""
+
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def json_of(value: msgspec.Struct) -> bytes:
+    """Return the content of a JSON file of a run: indented, and without the passwords of URLs."""
+    return without_passwords(msgspec.json.format(msgspec.json.encode(value), indent=2))
+
+
+def write_json_atomically(path: Path, value: msgspec.Struct, *, durable: bool = True) -> None:
+    """Write ``value`` as indented JSON, so that readers see the old or the new file.
+
+    Args:
+        path: The file.
+        value: Content of the file.
+        durable: Whether to wait until the file would survive a crash of the machine.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    with whole_file(path) as file:
+        file.write(json_of(value))
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read_run(run: Path) -> RunInfo | None:
+    """Read ``run.json`` of a run's folder; ``None`` if the file is missing.
+
+    Raises:
+        TraceFormatError: ``run.json`` cannot be read.
+    """
+    path = run / RUN_NAME
+    if not os.path.lexists(path):
+        return None
+    try:
+        return msgspec.json.decode(_read(path), type=RunInfo)
+    except _UNREADABLE as error:
+        raise TraceFormatError(path, f"not the file of a run: {error}") from error
+
+
+def known_run(run: Path) -> RunInfo | None:
+    """Return :func:`read_run` of a run; also ``None`` for an unreadable file."""
+    try:
+        return read_run(run)
+    except TraceFormatError:
+        return None
+
+
+def never_came(run: RunInfo | None) -> str:
+    """Return a sentence on scheduled steps that the loop never began; empty if there are none.
+
+    The sentence is also empty during training, and for a killed run.
+
+    Args:
+        run: The result of :func:`read_run`.
+    """
+    if run is None or not run.never_came:
+        return ""
+    ran = f"the loop ran from step {run.first_step} to step {run.last_step}"
+    return f"{step_list(run.never_came)} of schedule.steps never came; {ran}"
+
+
+def read_manifest(step_dir: Path) -> Manifest:
+    """Read the manifest of a step folder, with newer results from the result files of the workers.
+
+    Raises:
+        TraceFormatError: The manifest is missing, invalid, or has a newer schema; or the folder is
+            a link.
+    """
+    if step_dir.is_symlink():
+        raise TraceFormatError(step_dir, f"is a link; give the folder itself, {step_dir.resolve()}")
+    path = step_dir / MANIFEST_NAME
+    data = _read(path, "; is this a step folder?")
+    try:
+        version = msgspec.json.decode(data, type=dict[str, Any]).get("schema_version")
+        if isinstance(version, int) and version > SCHEMA_VERSION:
+            raise TraceFormatError(
+                path,
+                f"schema version {version}, newer than {SCHEMA_VERSION}: update verl-profiling",
+            )
+        return _folded(step_dir, msgspec.json.decode(data, type=Manifest))
+    except _UNREADABLE as error:
+        raise TraceFormatError(path, f"not a manifest: {error}") from error
+
+
+def write_result(folder: Path, worker: CaptureResult) -> None:
+    """Write a worker's result after the run, with the highest revision.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    revision = worker.revision + 1
+    path = folder / f"{worker.name}{RESULT_SUFFIX}"
+    write_json_atomically(path, msgspec.structs.replace(worker, revision=revision))
+
+
+def _folded(folder: Path, manifest: Manifest) -> Manifest:
+    """Return a manifest with the newer of reply and result file for each worker."""
+    notes = list(manifest.notes)
+    results: dict[str, CaptureResult] = {}
+    for path in sorted(folder.glob(f"*{RESULT_SUFFIX}")):
+        try:
+            result = msgspec.json.decode(_read(path), type=CaptureResult)
+        except (*_UNREADABLE, TraceFormatError) as error:
+            notes.append(f"{path.name} cannot be read, so the reply is used: {error}")
+            continue
+        if capture_of(result.capture_id) == manifest.capture_id:
+            results[result.name] = result
+        else:
+            notes.append(f"{path.name} belongs to another capture, and is ignored")
+    workers = []
+    for worker in manifest.workers:
+        own = results.pop(_file_of(worker, results), None)
+        if own is not None and worker.process not in (None, own.process):
+            notes.append(f"{own.name}{RESULT_SUFFIX} was written by {own.process}, and is ignored")
+            own = None
+        elif own is not None and not worker.stopped and _began_after(own, manifest):
+            notes.append(f"{own.name} began to record after the end of the step")
+            own = None
+        workers.append(_settled(folder, _newer(worker, own)))
+    workers += [_settled(folder, result) for result in results.values()]
+    workers.sort(key=lambda one: (one.identity.role, one.identity.replica or 0, one.identity.rank))
+    cut = [
+        f"{CUT_SHORT}: {worker.name}: {worker.cut_short}" for worker in workers if worker.cut_short
+    ]
+    clocks = {
+        worker.clock.clock_domain: worker.clock for worker in workers if worker.clock is not None
+    }
+    clocks |= {clock.clock_domain: clock for clock in manifest.clocks}
+    return msgspec.structs.replace(
+        manifest,
+        complete=manifest.complete and not cut,
+        workers=workers,
+        clocks=list(clocks.values()),
+        notes=list(dict.fromkeys([*notes, *cut])),
+    )
+
+
+def _file_of(worker: CaptureResult, results: dict[str, CaptureResult]) -> str:
+    """Return the name of a worker's result file; guess the name if the worker never replied."""
+    if worker.name in results or worker.revision:
+        return worker.name
+    who = worker.identity
+    for name, result in results.items():
+        other = result.identity
+        same_rank = (other.role, other.rank, other.replica) == (who.role, who.rank, who.replica)
+        if same_rank or (worker.process is not None and worker.process == result.process):
+            return name
+    return worker.name
+
+
+def _began_after(result: CaptureResult, manifest: Manifest) -> bool:
+    begins = [anchor.unix_ns - manifest.offset_ns(result.identity) for anchor in result.anchors[:1]]
+    return manifest.state == "written" and any(begin_ns > manifest.end_ns for begin_ns in begins)
+
+
+def capture_of(capture_id: str) -> str:
+    """Return the id of the capture to which a window belongs."""
+    return capture_id.partition("/")[0]
+
+
+def _newer(reply: CaptureResult, file: CaptureResult | None) -> CaptureResult:
+    if file is None and not reply.revision:
+        return msgspec.structs.replace(
+            reply, reason="; ".join(filter(None, (reply.reason, _status(reply))))
+        )
+    if file is None or file.revision <= reply.revision:
+        return reply
+    if file.stopped or reply.status != "failed":
+        return file
+    known = {artifact.path for artifact in file.artifacts}
+    promised = [artifact for artifact in reply.artifacts if artifact.path not in known]
+    reason = reply.reason or file.reason
+    return msgspec.structs.replace(file, artifacts=[*file.artifacts, *promised], reason=reason)
+
+
+def _status(reply: CaptureResult) -> str:
+    """Return a sentence on the process of a worker without a result."""
+    process = reply.process
+    if process is None or reply.status == "skipped" or process.alive():
+        return ""
+    return (
+        f"{process} has ended"
+        if process.alive() is False
+        else f"{process} cannot be checked on this host"
+    )
+
+
+def _settled(folder: Path, worker: CaptureResult) -> CaptureResult:
+    """Return a worker with final statuses of its artifacts, if no process works on them."""
+    if not worker.artifacts:
+        return worker
+    return with_artifacts(
+        worker, [_on_disk(folder, worker, artifact) for artifact in worker.artifacts]
+    )
+
+
+def _on_disk(folder: Path, worker: CaptureResult, artifact: Artifact) -> Artifact:
+    if artifact.where:
+        if artifact.reason or not _sizes(folder, artifact):  # with a reason, it was not uploaded
+            return artifact
+        artifact = msgspec.structs.replace(artifact, where="")  # it has been fetched
+    waits = (
+        artifact.status == "pending" and not artifact.reason
+    )  # with a reason, a command collects it
+    if not waits or not _is_over(folder, worker):
+        return artifact
+    sizes = _sizes(folder, artifact)
+    if not sizes:
+        return artifact.with_status("failed", "never finished")
+    raw = artifact.path not in sizes
+    reason = "not compressed by the end of training (timeouts.finish_s)" if raw else ""
+    return artifact.with_status("ok", reason, bytes=next(iter(sizes.values())))
+
+
+def _sizes(folder: Path, artifact: Artifact) -> dict[str, int]:
+    """Return the sizes of an artifact and of its raw file in the step folder."""
+    found = {}
+    for name in (artifact.path, artifact.path.removesuffix(".gz")):
+        with suppress(TraceFormatError, OSError):
+            found[name] = named_file(folder, name).stat().st_size
+    return found
+
+
+def _is_over(folder: Path, worker: CaptureResult) -> bool:
+    """Return whether no process works on a worker's artifacts any more."""
+    if worker.process is not None and worker.process.alive() is False:
+        return True
+    run = known_run(folder.parent)
+    return run is not None and run.end_ns is not None
+
+
+def recorded_folder(where: str, name: str, worker: str, capture_id: str) -> Path:
+    """Return the step folder of a file on another host's disk, which is this host.
+
+    A manifest may be a stranger's, and name any path. So the folder must hold what only the run
+    left there: the result file of the worker, of the same capture.
+
+    Args:
+        where: ``host:path`` of the file.
+        name: Path of the file relative to the step folder.
+        worker: Name of the worker that recorded the file.
+        capture_id: The capture.
+
+    Raises:
+        TraceFormatError: This run did not record the file here.
+    """
+    there = where.partition(":")[2]
+    folder = Path(there.removesuffix(name))
+    try:
+        result = msgspec.json.decode(_read(folder / f"{worker}{RESULT_SUFFIX}"), type=CaptureResult)
+    except (*_UNREADABLE, TraceFormatError):
+        result = None
+    if result is None or capture_of(result.capture_id) != capture_id:
+        raise TraceFormatError(
+            there, f"is not opened: no result of {worker} of this capture is beside it"
+        )
+    return folder
+
+
+def _read(path: Path, hint: str = "") -> bytes:
+    try:
+        return read_small(path)
+    except OSError as error:
+        raise TraceFormatError(path, f"cannot be read ({error.strerror}){hint}") from error
+
+
+class EventFile:
+    """An event file of TensorBoard with values by step, written without torch and threads.
+
+    Args:
+        logdir: Folder in which TensorBoard finds the file.
+        wanted_by: Name of the feature that needs tensorboard, for errors.
+
+    Raises:
+        ToolUnavailableError: tensorboard is missing.
+        OSError: The folder cannot be written.
+    """
+
+    def __init__(self, logdir: Path, wanted_by: str) -> None:
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ImportError as error:
+            raise ToolUnavailableError(
+                f"{wanted_by} needs {error.name}: pip install 'verl-profiling[tensorboard]'"
+            ) from error
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        make_folder(logdir)
+        source = f"{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+        path = logdir / f"events.out.tfevents.{int(time.time()):010d}.{source}"
+        self._path, self._writer = path, RecordWriter
+        self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def add(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Add a point to the curves.
+
+        Args:
+            step: Step of the point.
+            scalars: Numbers by tag.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        values = [
+            self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()
+        ]
+        self._write(
+            self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
+        )
+
+    def _write(self, event: Any) -> None:
+        with appended(self._path) as file:
+            self._writer(file).write(event.SerializeToString())

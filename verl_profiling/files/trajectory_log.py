@@ -1,0 +1,392 @@
+"""The log of a process's trajectories: a gzip file with one JSON array per line.
+
+The first line is a :class:`LogHeader`, the last a :class:`LogFooter`; a file without the footer was
+cut off. All times are unix nanoseconds on the clock of the writing process.
+:mod:`verl_profiling.trajectories` records trajectories, and the analysis reads logs with
+:func:`read_log`.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from isal import igzip, isal_zlib
+
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.files.opener import opened, whole_file
+from verl_profiling.manifest import Count, Ns
+
+LOG_SUFFIX = ".trajectories.jsonl.gz"
+LOG_VERSION = 2
+NO_SPAN = -1
+MAX_LINE = 1 << 20
+_CHUNK = 4096  # lines that are encoded at once, while no other thread runs
+_LOOK_EVERY = 64  # lines, each of which may unpack to megabytes
+MAX_BYTES = 1 << 27
+"""Maximum number of uncompressed bytes to read."""
+
+Fact = str | int | float | bool | None
+Id = Annotated[int, msgspec.Meta(ge=NO_SPAN, le=1 << 53)]
+
+
+class LogHeader(msgspec.Struct, frozen=True, array_like=True, tag="log"):
+    """The first line of a trajectory log.
+
+    Attributes:
+        version: Version of the format.
+        lane: Lane of the process, e.g. ``agent_loop_rank0``.
+        begin_ns: Begin of the recording.
+    """
+
+    version: int
+    lane: str
+    begin_ns: Ns
+
+
+class LoopRecord(msgspec.Struct, frozen=True, array_like=True, tag="loop"):
+    """An event loop that ran recorded tasks.
+
+    Attributes:
+        id: Number of the loop in this file.
+        thread: Native id of the loop's thread.
+        name: Name of the thread.
+    """
+
+    id: Id
+    thread: int
+    name: str
+
+
+class TrajectoryRecord(msgspec.Struct, frozen=True, array_like=True, tag="t"):
+    """One trajectory.
+
+    Attributes:
+        id: Number of the trajectory in this file.
+        group: Id of the group, i.e. all samples of one prompt; empty if not given.
+        sample: Id of the sample in the group; ``None`` if not given.
+        begin_ns: Begin of the trajectory, perhaps before the recording.
+        end_ns: End of the trajectory; for a running trajectory, end of the recording.
+        status: ``done``, ``failed`` (it raised), ``cancelled``, ``abandoned`` (its stream was
+            closed early), ``running`` (the recording ended first), or a status of the loop:
+            ``aborted``, ``filtered``, ...
+        loop: Number of the event loop; -1 without an event loop.
+        error: The error of a failed trajectory, in one line.
+        facts: Facts from the loop, e.g. ``validate``, ``turns``, ``min_version``, ``max_version``.
+    """
+
+    id: Id
+    group: str
+    sample: int | str | None
+    begin_ns: Ns
+    end_ns: Ns
+    status: str
+    loop: Id
+    error: str
+    facts: dict[str, Fact]
+
+
+class SpanRecord(msgspec.Struct, frozen=True, array_like=True, tag="s"):
+    """One span, of a trajectory or of the process.
+
+    Attributes:
+        id: Number of the span in this file.
+        trajectory: Number of the span's trajectory, or -1.
+        parent: Number of the enclosing span, or -1.
+        name: ``generate``, ``tool:search``, ``environment:start``, ``reward``, ...
+        begin_ns: Begin of the span.
+        end_ns: End of the span; for an open span, end of the trajectory or of the recording.
+        thread: Native id of the thread at the begin.
+        loop: Number of the event loop; -1 without an event loop.
+        failed: Whether the span raised.
+        request: The engine's id of the awaited request; empty if not given.
+        facts: Facts from the loop.
+        open: Whether the span was open at the end of the trajectory or of the recording.
+        status: ``cancelled``, or ``abandoned`` (its stream was closed early); else empty.
+    """
+
+    id: Id
+    trajectory: Id
+    parent: Id
+    name: str
+    begin_ns: Ns
+    end_ns: Ns
+    thread: int
+    loop: Id
+    failed: bool
+    request: str
+    facts: dict[str, Fact]
+    open: bool = False
+    status: str = ""
+
+
+class Block(msgspec.Struct, frozen=True, array_like=True, tag="block"):
+    """A period in which one task blocked its event loop.
+
+    Attributes:
+        loop: Number of the loop.
+        begin_ns: Begin of the block, as far as sampled.
+        end_ns: End of the block.
+        span: Number of the innermost span of the sampled task, or -1.
+        task: Name of the sampled task; empty without a sample.
+        function: The sampled function, as ``module.function (file:line)``; empty without a sample.
+    """
+
+    loop: Id
+    begin_ns: Ns
+    end_ns: Ns
+    span: Id
+    task: str
+    function: str
+
+
+class StatusChange(msgspec.Struct, frozen=True, array_like=True, tag="status"):
+    """A status of trajectories that was set after their end, e.g. ``filtered`` for a whole group.
+
+    Attributes:
+        group: The group.
+        sample: The sample; ``None`` for all samples of the group.
+        status: The new status.
+        at_ns: Time of the loop's report.
+    """
+
+    group: str
+    sample: int | str | None
+    status: str
+    at_ns: Ns
+
+
+class Counted(msgspec.Struct, frozen=True, array_like=True, tag="count"):
+    """A value of a counter, e.g. the length of a queue.
+
+    Attributes:
+        name: Name of the counter.
+        at_ns: Time of the value.
+        value: Value of the counter.
+    """
+
+    name: str
+    at_ns: Ns
+    value: int | float
+
+
+class LogFooter(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """The last line of a trajectory log.
+
+    Attributes:
+        end_ns: End of the recording.
+        spans_left_out: Number of spans that were left out because the log was full.
+        trajectories_left_out: Number of trajectories that were left out for the same reason.
+    """
+
+    end_ns: Ns
+    spans_left_out: Count
+    trajectories_left_out: Count
+
+
+Line = (
+    LogHeader
+    | LoopRecord
+    | TrajectoryRecord
+    | SpanRecord
+    | Block
+    | StatusChange
+    | Counted
+    | LogFooter
+)
+_PARTS = {
+    LoopRecord: "loops",
+    TrajectoryRecord: "trajectories",
+    SpanRecord: "spans",
+    Block: "blocks",
+    StatusChange: "statuses",
+    Counted: "counts",
+}
+"""Kinds of records in the order of the file, each with its field in ``TrajectoryLog``."""
+
+
+class TrajectoryLog(msgspec.Struct, kw_only=True):
+    """The trajectories of one process.
+
+    Attributes:
+        lane: Lane of the process.
+        begin_ns: Begin of the recording.
+        end_ns: End of the recording; for a cut off file, the latest time in it.
+        loops: Event loops of the process.
+        trajectories: The recorded trajectories.
+        spans: Spans of trajectories, and spans outside trajectories.
+        blocks: Periods in which a task blocked an event loop.
+        statuses: Status changes after the end of trajectories.
+        counts: Values of counters.
+        spans_left_out: Number of spans that were left out.
+        trajectories_left_out: Number of trajectories that were left out.
+        cut: Whether the end of the file is missing.
+        damaged: Whether a line is invalid.
+        problems: Sentences on unreadable or unrecorded parts.
+    """
+
+    lane: str
+    begin_ns: int
+    end_ns: int = 0
+    loops: list[LoopRecord] = []
+    trajectories: list[TrajectoryRecord] = []
+    spans: list[SpanRecord] = []
+    blocks: list[Block] = []
+    statuses: list[StatusChange] = []
+    counts: list[Counted] = []
+    spans_left_out: int = 0
+    trajectories_left_out: int = 0
+    cut: bool = False
+    damaged: bool = False
+    problems: list[str] = []
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the lines of the log file."""
+        yield LogHeader(LOG_VERSION, self.lane, self.begin_ns)
+        for name in _PARTS.values():
+            yield from getattr(self, name)
+        yield LogFooter(self.end_ns, self.spans_left_out, self.trajectories_left_out)
+
+
+def write_log(path: Path, log: TrajectoryLog) -> int:
+    """Write a trajectory log; return the number of bytes on disk.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    encoder, lines = msgspec.json.Encoder(), list(log.lines())
+    with whole_file(path) as part, gzip.open(part, "wb", compresslevel=3) as file:
+        for first in range(0, len(lines), _CHUNK):
+            file.write(encoder.encode_lines(lines[first : first + _CHUNK]))
+    return path.stat().st_size
+
+
+def read_log(path: Path, limit_reached: Callable[[int], str] = lambda lines: "") -> TrajectoryLog:
+    """Read a trajectory log; of a damaged log, the lines before the damage.
+
+    Args:
+        path: The file.
+        limit_reached: Function that returns why reading ends after a number of lines, or ``""``.
+
+    Raises:
+        TraceFormatError: The file is not a trajectory log, or cannot be read.
+    """
+    header, lines = open_log(path)
+    log = TrajectoryLog(lane=header.lane, begin_ns=header.begin_ns, cut=True)
+    parts: dict[type, list[Any]] = {kind: getattr(log, name) for kind, name in _PARTS.items()}
+    number = 1
+    try:
+        for number, line in enumerate(lines, 2):
+            if isinstance(line, LogFooter):
+                log.cut, log.end_ns = False, line.end_ns
+                log.spans_left_out = line.spans_left_out
+                log.trajectories_left_out = line.trajectories_left_out
+            else:
+                parts.get(type(line), []).append(line)
+            if number % _LOOK_EVERY == 0 and (reached := limit_reached(number)):
+                log.problems.append(reached)
+                break
+    except TraceFormatError as error:
+        log.damaged = True
+        log.problems.append(f"line {number + 1}: {error.problem}")
+    if log.cut:
+        ends = (found.end_ns for part in (log.trajectories, log.spans) for found in part)
+        log.end_ns = max(ends, default=log.begin_ns)
+        if not log.problems:
+            log.problems.append(f"is cut off after line {number}")
+    for count, what in ((log.trajectories_left_out, "trajectories"), (log.spans_left_out, "spans")):
+        if count:
+            log.problems.append(
+                f"{what} that were not recorded, because the log was full: {count:,}"
+            )
+    return log
+
+
+def open_log(path: Path) -> tuple[LogHeader, Iterator[Line]]:
+    """Return the header of a trajectory log, and an iterator of its other lines.
+
+    Raises:
+        TraceFormatError: The file is not a trajectory log, or cannot be read; invalid lines raise
+            later.
+    """
+    lines = _decoded(path)
+    header = next(lines, None)
+    if header is None:
+        raise TraceFormatError(path, "is empty, or cut off before the end of its first line")
+    if not isinstance(header, LogHeader):
+        raise TraceFormatError(
+            path, "is not a log of trajectories: it does not begin with a header"
+        )
+    if header.version > LOG_VERSION:
+        newer = f"of version {header.version}; install a newer verl-profiling to read it"
+        raise TraceFormatError(path, f"is a log of trajectories {newer}")
+    return header, lines
+
+
+LaterStatuses = dict[tuple[str, int | str | None], tuple[int, str]]
+"""Time and status of the last change on each sample of a group, or on all of it (``None``)."""
+
+
+def later_statuses(path: Path, offset_ns: int) -> LaterStatuses:
+    """Return the status changes in one trajectory log.
+
+    A change may be in the log of another process than the trajectory.
+
+    Args:
+        path: The log.
+        offset_ns: The clock offset to subtract from its times.
+    """
+    found: LaterStatuses = {}
+    with suppress(TraceFormatError):  # a damaged log is reported when its trajectories are read
+        for change in _decoded(path, b'["status"'):
+            if isinstance(change, StatusChange) and change.group:
+                key, new = (change.group, change.sample), (change.at_ns - offset_ns, change.status)
+                found[key] = max(found.get(key, new), new)
+    return found
+
+
+def last_status(trajectory: TrajectoryRecord, later: LaterStatuses) -> str:
+    """Return the last status of a trajectory, including changes after its end."""
+    keys = ((trajectory.group, trajectory.sample), (trajectory.group, None))
+    return max((later[key] for key in keys if key in later), default=(0, trajectory.status))[1]
+
+
+def _decoded(path: Path, begin: bytes = b"") -> Iterator[Line]:
+    """Yield the decoded lines of a file that start with ``begin``."""
+    decoder = msgspec.json.Decoder(Line)
+    try:
+        for text in _whole_lines(path):
+            if text.startswith(begin):
+                yield decoder.decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise TraceFormatError(path, f"is not a log of trajectories: {error}") from error
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file that end in a line break,
+    because a cut off file ends with half a line.
+    """
+    left = MAX_BYTES
+    try:
+        with opened(path) as packed, igzip.open(packed, "rb") as file:
+            while line := file.readline(MAX_LINE + 1):
+                left -= len(line)
+                if left < 0 or len(line) > MAX_LINE:
+                    what = (
+                        f"a line of over {MAX_LINE:,}" if left >= 0 else f"more than {MAX_BYTES:,}"
+                    )
+                    raise TraceFormatError(
+                        path, f"has {what} bytes, which no log of trajectories has"
+                    )
+                if line.endswith(b"\n"):
+                    yield line
+    except (EOFError, isal_zlib.error):  # type: ignore[misc]  # the stub does not declare it as an exception
+        return
+    except gzip.BadGzipFile as error:
+        raise TraceFormatError(path, f"is not a gzip file: {error}") from error
+    except OSError as error:
+        raise TraceFormatError(path, f"cannot be read: {error.strerror or error}") from error

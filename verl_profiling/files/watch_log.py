@@ -1,0 +1,112 @@
+"""Reads the log of a run's watch, which has one step summary per line, in a current and an older
+file.
+
+If a step has several lines, the last line counts. Both files have a limited size, so a long run
+keeps its latest steps. :mod:`verl_profiling.watch.sinks` writes the log; ``top`` follows the
+growing files with
+:class:`WatchLogReader`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.files.opener import opened
+from verl_profiling.files.step_summary import StepSummary
+
+WATCH_LOG = "watch.jsonl"
+OLDER_WATCH_LOG = "watch.1.jsonl"
+MAX_LINE = 1 << 20
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def has_watch_log(run: Path) -> bool:
+    """Return whether the folder of a run contains a watch log."""
+    return (run / WATCH_LOG).is_file() or (run / OLDER_WATCH_LOG).is_file()
+
+
+def read_watch_log(run: Path) -> Sequence[StepSummary]:
+    """Return the lines of a run's watch log; they are read again only if a file has another size by
+    then.
+
+    Raises:
+        TraceFormatError: The log leads out of the run's folder, or cannot be read.
+    """
+    sizes = []
+    for part in (run / OLDER_WATCH_LOG, run / WATCH_LOG):
+        with suppress(OSError):  # missing; or links in a circle, of which the reader says more
+            sizes.append(part.lstat().st_size)
+    return _lines(run, tuple(sizes))
+
+
+@lru_cache(maxsize=1)
+def _lines(run: Path, sizes: tuple[int, ...]) -> Sequence[StepSummary]:
+    return [*WatchLogReader(run).read()]
+
+
+def latest_step(lines: Iterable[StepSummary]) -> list[StepSummary]:
+    """Return the last line of the latest step, if any:
+    a line of an earlier step may come after it.
+    """
+    return sorted(lines, key=lambda line: line.step)[-1:]
+
+
+class WatchLogReader:
+    """Reads the watch log of a run, and follows new lines; invalid lines are left out.
+
+    Args:
+        run: Folder of the run; the log may appear later.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._first, self._position = (
+            b"",
+            0,
+        )  # first line of the last part, and end of its last whole line
+        self._decoder = msgspec.json.Decoder(StepSummary)
+
+    def read(self) -> Iterator[StepSummary]:
+        """Yield the steps logged since the last call; the first call yields all steps in the log.
+
+        Raises:
+            TraceFormatError: The log leads out of the run's folder, or cannot be read.
+        """
+        try:
+            with ExitStack() as stack:
+                # The newer one first: rotated meanwhile, it is the older one, too, and no part is
+                # missed.
+                parts: list[tuple[bytes, BinaryIO]] = []
+                for name in (WATCH_LOG, OLDER_WATCH_LOG):
+                    with suppress(FileNotFoundError):
+                        file = stack.enter_context(opened(self._run / name))
+                        parts.insert(0, (file.readline(MAX_LINE), file))
+                known = [first for first, _ in parts]
+                since = known.index(self._first) if self._first in known else 0
+                for first, part in parts[since:]:
+                    yield from self._steps(first, part)
+        except OSError as error:
+            raise TraceFormatError(
+                self._run / WATCH_LOG, f"cannot be read ({error.strerror})"
+            ) from error
+
+    def _steps(self, first: bytes, part: BinaryIO) -> Iterator[StepSummary]:
+        """Yield the unread steps of one of the files."""
+        part.seek(self._position if first == self._first else 0)
+        within_a_line = False
+        while line := part.readline(MAX_LINE):
+            is_whole = line.endswith(b"\n")
+            if not is_whole and len(line) < MAX_LINE:
+                return  # its end is still to come
+            self._first, self._position = first, part.tell()
+            is_first, within_a_line = not within_a_line, not is_whole
+            if is_first and is_whole:
+                with suppress(*_UNREADABLE):
+                    yield self._decoder.decode(line)

@@ -1,0 +1,1 @@
+"""Computes the rows of a step's report, one function per question."""

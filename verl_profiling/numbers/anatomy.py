@@ -1,0 +1,175 @@
+"""The stages of a step: rows of the controller's stages, stages around the step,
+and the Gantt chart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, Manifest
+from verl_profiling.numbers.columns import OutsideRow, RunningRow, StageRow
+from verl_profiling.numbers.sections import GanttSpan
+from verl_profiling.slices.intervals import (
+    EMPTY,
+    Sharing,
+    Spans,
+    covered_before,
+    crowded,
+    grouped,
+    intersection,
+    length,
+    overlaps,
+    subtract,
+    time_of,
+    union,
+    within,
+)
+from verl_profiling.steps.lanes import Step
+from verl_profiling.steps.nesting import stages_by_row
+
+CAPTURE_CALLS = "(starting and stopping the capture)"
+OUTSIDE_STAGES = "(outside stages)"
+PARTS = 240
+"""Number of equal parts of the step; a curve has one point per part."""
+
+
+def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
+    """Return the controller's stages in order of their first begin, and the rest of the step.
+
+    The time of starting and stopping the capture is a row of its own. All other time is divided
+    equally among the outermost stages that run, so the shares of rows with depth 0 add up to 1.
+    Nested stages divide the time of their parent in the same way.
+
+    Args:
+        step: The step.
+        nobody: Time in which every lane was idle and no worker was in a stage of its own.
+    """
+    if not step.stages:
+        return []
+    runs = grouped(step.stages, lambda span: (span.name, span.depth))
+    capture = within(capture_time(step), step.begin_ns, step.end_ns)
+    idle = _without(capture, nobody)
+    within_step = [within(time_of(spans), step.begin_ns, step.end_ns) for spans in runs.values()]
+    times = [_without(capture, time) for time in within_step]
+    whole = np.concatenate(times)
+    row_of = np.repeat(np.arange(len(times)), [len(time) for time in times])
+    depths = np.array([depth for _, depth in runs])
+    shares = Sharing(whole[:, 0], whole[:, 1], depths[row_of]).shares()
+    parts_ns = np.bincount(row_of, shares, len(times)).tolist()
+    rows = []
+    for ((name, depth), spans), time, part_ns in zip(runs.items(), times, parts_ns, strict=True):
+        more = {"depth": depth, "idle_us": int(overlaps(time, idle).sum()) / 1000}
+        rows.append(_row(name, len(spans), spans[0].begin_ns, time, part_ns, step, **more))
+    outermost = [time for time, depth in zip(within_step, depths, strict=True) if depth == 0]
+    rest = subtract(step.whole, union(*outermost, capture))
+    named = [*([(CAPTURE_CALLS, capture)] if len(capture) else []), (OUTSIDE_STAGES, rest)]
+    for name, time in named:
+        begin_ns = int(time[0, 0]) if len(time) else step.begin_ns
+        rows.append(_row(name, len(time), begin_ns, time, length(time), step))
+    return rows
+
+
+def _without(capture: Spans, time: Spans) -> Spans:
+    """Return a set of time on an axis that leaves out the capture's time."""
+    return union(time - covered_before(capture, time))
+
+
+def _row(
+    name: str, runs: int, begin_ns: int, time: Spans, part_ns: float, step: Step, **more: Any
+) -> StageRow:
+    return StageRow(
+        name=name,
+        runs=runs,
+        begin_us=(begin_ns - step.begin_ns) / 1000,
+        duration_us=length(time) / 1000,
+        share=part_ns / max(step.span_ns, 1),
+        **more,
+    )
+
+
+def capture_time(step: Step) -> Spans:
+    """Return the time in which the loop only waited for recordings to start or stop.
+
+    Included are the pauses around the step and, outside stages, the calls that start or stop
+    recordings. Inside a stage (discrete mode), starts and stops of tools that record the same stage
+    are included, because other tools delay nobody. A worker's stage that the controller does not
+    have counts only while the controller is in exactly one stage.
+    """
+    if step.manifest is None:
+        return EMPTY
+    whole, stages = step.during(), {span.name for span in step.stages}
+    recorded = (
+        span for worker in step.workers for span in worker.tool_spans if span.stage is not None
+    )
+    # By stage; "" for stages that the controller does not have.
+    tools = grouped(recorded, lambda span: span.stage if span.stage in stages else "")
+    elsewhere = time_of(tools.pop("", []))
+    if len(elsewhere):
+        outermost = [span for span in step.stages if span.depth == 0]
+        shared = crowded([time_of(outermost, name) for name in {span.name for span in outermost}])
+        elsewhere = intersection(elsewhere, subtract(whole, shared))
+    inside = (intersection(time_of(spans), step.during(name)) for name, spans in tools.items())
+    pauses = time_of(step.manifest.outside, CAPTURE_START, CAPTURE_STOP)
+    return union(pauses, subtract(time_of(step.manifest.rpcs), whole), elsewhere, *inside)
+
+
+def outside_rows(manifest: Manifest) -> list[OutsideRow]:
+    """Return a row for each pause and each outermost stage around the step, sorted by begin."""
+    outermost = [span for span in manifest.outside if span.depth == 0]
+    runs = grouped(sorted(outermost, key=lambda span: span.begin_ns), lambda span: span.name)
+    return [
+        OutsideRow(
+            name=name,
+            runs=len(spans),
+            begin_us=(spans[0].begin_ns - manifest.begin_ns) / 1000,
+            duration_us=sum(span.end_ns - span.begin_ns for span in spans) / 1000,
+        )
+        for name, spans in runs.items()
+    ]
+
+
+def percent(spans: Spans, begin_ns: int, end_ns: int) -> list[int]:
+    """Return the percentage (0 to 100) that disjoint spans cover, for each part of the step."""
+    return [int(share) for share in np.rint(100 * _running(spans, begin_ns, end_ns))]
+
+
+def requests_running(step: Step) -> list[RunningRow]:
+    """Return the mean number of unfinished requests of each replica, per part of the step."""
+    served = ((worker.name, request) for worker in step.of_capture for request in worker.requests)
+    rows = []
+    for (replica, name), of in sorted(
+        grouped(served, lambda one: (one[1].replica, one[0])).items()
+    ):
+        spans = np.array([(one.begin_ns, one.end_ns) for _, one in of], np.int64)
+        means = _running(spans, step.begin_ns, step.end_ns)
+        rows.append(RunningRow(worker=name, replica=replica, requests=means.round(2).tolist()))
+    return rows
+
+
+def _running(spans: Spans, begin_ns: int, end_ns: int) -> NDArray[np.float64]:
+    """Return the mean number of running spans in each part of the step; spans may overlap."""
+    whole = max(end_ns - begin_ns, 1)
+    edges = np.linspace(0.0, whole, PARTS + 1)
+    inside = np.clip(spans - begin_ns, 0, whole).astype(np.float64)
+    return np.clip(np.diff(covered_before(inside, edges)) * PARTS / whole, 0.0, None)
+
+
+def gantt(step: Step) -> Iterator[GanttSpan]:
+    """Yield the runs of the controller's stages, then of each worker's."""
+    for lane, stages in (
+        ("controller", step.stages),
+        *((one.name, one.stages) for one in step.workers),
+    ):
+        for span, row in stages_by_row(stages):
+            yield GanttSpan(
+                lane=lane,
+                name=span.name,
+                begin_us=(span.begin_ns - step.begin_ns) / 1000,
+                end_us=(span.end_ns - step.begin_ns) / 1000,
+                depth=span.depth,
+                row=row,
+            )

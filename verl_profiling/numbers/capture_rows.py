@@ -1,0 +1,168 @@
+"""Table rows made from the manifest and the trajectory logs: measures, costs,
+requests, counters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from operator import itemgetter
+from statistics import median
+
+from verl_profiling.manifest import CaptureResult, Manifest
+from verl_profiling.numbers.columns import CostRow, CounterRow, MeasureRow, ReplicaRow
+from verl_profiling.slices.intervals import grouped, percentiles
+from verl_profiling.steps.read import Counts
+from verl_profiling.steps.requests import RequestRow
+from verl_profiling.units import duration
+
+_STAGE_PREFIX = "stage/"
+_SLOWER = 1.2  # times its peers' median that a replica takes to stand out
+_SET_CLOCK_NS = 1_000_000
+_SET_CLOCK_SHARE = 0.001  # twice the rate at which NTP slews a clock (500 ppm)
+
+
+def measures_of(worker: CaptureResult) -> Iterator[MeasureRow]:
+    """Yield a worker's metrics, one row each."""
+    for key, value in worker.metrics.items():
+        stage, name = "", key
+        if key.startswith(_STAGE_PREFIX):
+            stage, _, name = key.removeprefix(_STAGE_PREFIX).rpartition("/")
+        yield MeasureRow(worker=worker.name, stage=stage, name=name, value=value)
+
+
+def costs(manifest: Manifest) -> list[CostRow]:
+    """Return the cost of the capture for each worker that was not skipped."""
+    return [
+        CostRow(worker=worker.name, start_s=worker.cost_s("start"), stop_s=worker.cost_s("stop"))
+        for worker in manifest.workers
+        if worker.status != "skipped"
+    ]
+
+
+def clock_notes(manifest: Manifest) -> Iterator[str]:
+    """Yield a note for each worker whose host's clock was set, or slewed by NTP,
+    during the capture.
+    """
+    for worker in manifest.workers:
+        if worker.anchors:
+            first, last = worker.anchors[0], worker.anchors[-1]
+            passed_ns = last.monotonic_ns - first.monotonic_ns
+            set_ns = last.unix_ns - first.unix_ns - passed_ns
+            if abs(set_ns) > max(_SET_CLOCK_NS, _SET_CLOCK_SHARE * passed_ns):
+                by = duration(set_ns / 1e9, signed=True)
+                yield (
+                    f"{worker.name}: the clock of {worker.identity.host} was set by {by} "
+                    "during the capture; "
+                    "its lane may be off by as much"
+                )
+
+
+def counter_rows(counts: Counts, begin_ns: int, end_ns: int) -> Iterator[CounterRow]:
+    """Yield a row for each counter with a sample in the step or before it.
+
+    A sample is valid until the next one; the last sample before the step is the value at its begin.
+    """
+    for (lane, name), said in counts.items():
+        known = sorted(
+            (at_ns, value) for at_ns, value in said if at_ns <= end_ns and math.isfinite(value)
+        )
+        held = [
+            (max(at_ns, begin_ns), until_ns, value)
+            for (at_ns, value), (until_ns, _) in pairwise([*known, (end_ns, 0.0)])
+            if until_ns > begin_ns
+        ]
+        if held:
+            last, time_ns = held[-1][2], end_ns - held[0][0]
+            area = sum(value * (until_ns - since_ns) for since_ns, until_ns, value in held)
+            yield CounterRow(
+                lane=lane,
+                name=name,
+                samples=sum(since_ns > begin_ns for since_ns, _, _ in held),
+                last=last,
+                mean=area / time_ns if time_ns else last,
+                max=max(value for _, _, value in held),
+            )
+
+
+def unfinished_requests(rows: Iterable[ReplicaRow]) -> Iterator[str]:
+    """Yield a note for each replica with requests that failed."""
+    for row in rows:
+        if row.failed:
+            yield (
+                f"{row.worker}: {row.failed:,} of {row.requests:,} requests failed or were aborted"
+            )
+
+
+def replica_rows(requests: Iterable[RequestRow]) -> list[ReplicaRow]:
+    """Return one row for each replica that recorded requests, sorted by replica."""
+    by_replica = grouped(requests, lambda request: (request.replica, request.worker))
+    return [_replica_row(by_replica[key]) for key in sorted(by_replica)]
+
+
+def slowest_replica(rows: Iterable[ReplicaRow]) -> tuple[ReplicaRow, float] | None:
+    """Return the replica with the slowest decode, and what a token usually takes (us).
+
+    ``None`` if no replica is an outlier.
+    """
+    known = sorted(
+        ((row.per_token_p50_us, row) for row in rows if row.per_token_p50_us), key=itemgetter(0)
+    )
+    usual_us = median([us for us, _ in known[:-1]] or [math.inf])
+    return (known[-1][1], usual_us) if known and known[-1][0] > _SLOWER * usual_us else None
+
+
+def slow_replica(rows: Iterable[ReplicaRow]) -> str:
+    """Return advice on the replica with the slowest decode, or "" if no replica is an outlier."""
+    if (found := slowest_replica(rows)) is None:
+        return ""
+    row, usual_us = found
+    return (
+        f"compare host and device of {row.worker} with those of the other replicas: it takes "
+        f"{duration((row.per_token_p50_us or 0.0) / 1e6)} a token, the others "
+        f"{duration(usual_us / 1e6)}"
+    )
+
+
+def _replica_row(requests: list[RequestRow]) -> ReplicaRow:
+    first, every = requests[0], len(requests)
+    requests = [request for request in requests if not request.validate]
+    whole = [request for request in requests if not request.failed]
+    samples: dict[str, list[float | None]] = {
+        "queued": [
+            request.scheduled_us - request.arrival_us
+            for request in whole
+            if request.scheduled_us is not None and request.arrival_us is not None
+        ],
+        "to_first_token": [request.to_first_token_us for request in whole],
+        "per_token": [request.per_token_us for request in whole],
+    }
+    times: dict[str, float | None] = {}
+    for name, sample in samples.items():
+        known = [max(us, 0.0) for us in sample if us is not None]
+        keys = (f"{name}_p{which}_us" for which in (50, 99))
+        times |= zip(keys, percentiles(known, 50, 99), strict=True)
+    preemptions = [request.preemptions for request in requests if request.preemptions is not None]
+    return ReplicaRow(
+        worker=first.worker,
+        replica=first.replica,
+        requests=len(requests),
+        failed=len(requests) - len(whole),
+        **times,
+        cache_hit_share=_cache_hit_share(requests),
+        preemptions=sum(preemptions) if preemptions else None,
+        validation=every - len(requests),
+    )
+
+
+def _cache_hit_share(requests: list[RequestRow]) -> float | None:
+    """Return the cached share (0 to 1) of prompt tokens,
+    over requests whose cached tokens are known.
+    """
+    prompts = cached = 0
+    for request in requests:
+        if request.cached_tokens is not None:
+            prompts += request.prompt_tokens
+            cached += min(request.cached_tokens, request.prompt_tokens)
+    return cached / prompts if prompts else None

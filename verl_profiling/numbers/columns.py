@@ -1,0 +1,692 @@
+"""The columns of the report's tables: one class of rows per table.
+
+``columns`` of a class lists the shown columns as ``heading=field``, or as ``field`` if the heading
+is the field's name without its unit. A column with a leading ``+`` is shown on the page only.
+
+All times are microseconds (``_us``) unless a name says otherwise; shares are fractions of 1.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import msgspec
+
+
+class OutsideRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Time of the loop before or after the step: a pause to start or stop the capture, or a stage.
+
+    Attributes:
+        name: ``capture_start``, ``capture_stop``, or the stage, e.g. ``validate``.
+        runs: Number of runs.
+        begin_us: Begin of the first run, relative to the begin of the step.
+        duration_us: Time in all runs.
+    """
+
+    columns: ClassVar[str] = "name, runs, time=duration_us"
+
+    name: str
+    runs: int
+    begin_us: float
+    duration_us: float
+
+
+class StageRow(OutsideRow, frozen=True, kw_only=True):
+    """One stage of the controller, over all its runs.
+
+    Attributes:
+        name: The stage; also ``(starting and stopping the capture)``, which is part of no stage,
+            and ``(outside stages)``, the rest of the step.
+        runs: Number of runs.
+        begin_us: Begin of the first run, relative to the begin of the step.
+        duration_us: Total time in the stage, without the starts and stops of tools.
+        share: Share of the step. Time in which several stages run side by side is divided equally
+            among them, so the shares of all rows with depth 0 add up to 1.
+        depth: 0 for an outermost stage.
+        idle_us: Part of ``duration_us`` in which every lane was idle and no worker was in a stage
+            of its own.
+    """
+
+    columns: ClassVar[str] = "stage=name, runs, time=duration_us, share"
+
+    share: float
+    depth: int = 0
+    idle_us: float = 0.0
+
+
+class HelpRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The predicted effect of one change.
+
+    Attributes:
+        change: The change in words.
+        option: The change, as an option of ``verl-profiling what-if``.
+        stage: Outermost stage that is changed.
+        predicted_us: Duration of the step.
+        difference_us: Difference to the recorded step.
+        difference_share: Difference as a share of the recorded step.
+        hours_a_day: Saved time of all lanes in 24 hours of such steps.
+        unit: Unit of ``hours_a_day``: ``GPU-hours`` if lanes are GPUs, else ``lane-hours``.
+    """
+
+    columns: ClassVar[str] = (
+        "change, what-if=option, predicted=predicted_us, difference_us, saved/day=hours_a_day"
+    )
+
+    change: str
+    option: str
+    stage: str
+    predicted_us: float
+    difference_us: float
+    difference_share: float
+    hours_a_day: float
+    unit: str
+
+
+class PathRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A time on the critical path.
+
+    Attributes:
+        stage: Stages around it, the outermost first.
+        who: Lane, worker or the loop, and group and sample of a trajectory.
+        kind: ``own code`` of the loop, ``capture`` of the step, ``work`` of a worker, a collective,
+            ``delay``, part of a request, or cause of a trajectory's time.
+        begin_us: Begin, relative to the begin of the step.
+        duration_us: Duration.
+        share: Share of the step.
+        idle_us: Part of a worker's ``duration_us`` in which all its lanes are idle, if a trace is
+            recorded.
+        worker: The lane, worker or loop alone.
+    """
+
+    columns: ClassVar[str] = "stage, who, kind, time=duration_us, share, idle_us"
+
+    stage: str
+    who: str
+    kind: str
+    begin_us: float
+    duration_us: float
+    share: float
+    idle_us: float | None = None
+    worker: str = ""
+
+
+class UseRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Time of a lane, or of a device with all lanes that share it, by use.
+
+    ``docs/report.md`` defines each number. All times lie inside the span.
+
+    Attributes:
+        name: Name of the lane; for a shared device, the names of its lanes joined by ``+``.
+        device: ``False`` for CPU traces, where operators are counted in place of kernels.
+        span_us: Observed time.
+        busy_us: Time in which anything ran.
+        idle_us: ``span_us - busy_us``.
+        compute_us: Time in which computing kernels ran.
+        communication_us: Time in which communication kernels ran.
+        exposed_communication_us: Communication with no computation at the same time.
+        overlap_us: Computation and communication at the same time.
+        memcpy_us: Time in which memory was copied or set.
+        unrecognised_us: Time in which the device was busy with work of unknown kind.
+        waiting_us: Part of the communication in which the lane only waited for ranks that entered a
+            collective later.
+        host_bound_us: Idle time with the cause ``host_bound`` (also in ``lost_us``).
+        lost_us: Lost time by cause; adds up to ``idle_us`` and ``waiting_us``.
+    """
+
+    name: str
+    device: bool
+    span_us: float
+    busy_us: float
+    idle_us: float
+    compute_us: float
+    communication_us: float
+    exposed_communication_us: float
+    overlap_us: float
+    memcpy_us: float
+    unrecognised_us: float
+    waiting_us: float
+    host_bound_us: float
+    lost_us: dict[str, float]
+
+    @property
+    def busy_share(self) -> float | None:
+        """Busy share of the observed time; ``None`` for an unknown share."""
+        return self.busy_us / self.span_us if self.span_us else None
+
+
+class WorkerRow(UseRow, frozen=True, kw_only=True):
+    """Time of one lane (a training rank, or a rank of a rollout engine) by use.
+
+    Attributes:
+        role: Role of the worker.
+        rank: Rank inside the role, or inside the replica.
+        replica: Index of the rollout replica.
+        load: Busy percentage (0 to 100) of each of 240 equal parts of the step.
+        communication_load: Percentage of each part with communication and no computation; a part of
+            ``load``.
+        waiting_load: Percentage of each part in which the lane only waited in collectives, as in
+            ``waiting_us``; a part of ``communication_load``. Ranks that arrive late wait little.
+        accelerator: Name of the device, such as ``GPU 0``; empty for a CPU trace.
+        traces: The lane's trace files, relative to the folder of the report.
+    """
+
+    columns: ClassVar[str] = (
+        "name, +device=accelerator, observed=span_us, busy_us, busy_share, +idle_us, "
+        "host-bound=host_bound_us, compute_us, +communication_us, "
+        "exposed comm=exposed_communication_us, +waiting_us, +overlap_us, copies=memcpy_us, "
+        "unrecognised_us, +files=traces"
+    )
+
+    role: str
+    rank: int
+    replica: int | None
+    load: list[int]
+    communication_load: list[int]
+    waiting_load: list[int]
+    accelerator: str
+    traces: list[str]
+
+
+class DeviceRow(UseRow, frozen=True, kw_only=True):
+    """Time of one device by use, over all lanes that share it (usually one).
+
+    Attributes:
+        lanes: Names of the lanes.
+        roles: Roles of the lanes.
+        kind: ``cuda``, ``npu``, ``cpu`` and so on; empty if unknown.
+        uuid: UUID of the device; empty if unknown.
+        place: Host, and number of the device on it, else its UUID; empty if unknown.
+    """
+
+    columns: ClassVar[str] = (
+        "lanes=name, observed=span_us, busy_us, busy_share, +idle_us, host-bound=host_bound_us, "
+        "exposed comm=exposed_communication_us, +waiting_us, device=place"
+    )
+
+    lanes: list[str]
+    roles: list[str]
+    kind: str
+    uuid: str
+    place: str
+
+
+class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Time of one rank of a rollout engine, from the names of its iterations.
+
+    Attributes:
+        name: Name of the lane.
+        replica: Index of the replica.
+        queueing_us: From the begin of the rollout to the engine's first iteration.
+        iterations: Number of iterations.
+        prefill_us: Time in iterations that processed prompt tokens.
+        decode_us: Time in iterations that only generated.
+        prefill_tokens: Prompt tokens processed; this and the next two are ``None`` if names do not
+            say them.
+        decode_tokens: Tokens generated.
+        again_tokens: Other computed tokens: again (after a preemption, retraction or pause), or in
+            vain.
+        finish_us: End of the last iteration, relative to the begin of the rollout.
+    """
+
+    columns: ClassVar[str] = (
+        "name, iterations, prefill_us, decode_us, prompt tokens=prefill_tokens, "
+        "new tokens=decode_tokens, computed again=again_tokens, queueing_us, finish_us"
+    )
+
+    name: str
+    replica: int
+    queueing_us: float | None
+    iterations: int
+    prefill_us: float
+    decode_us: float
+    prefill_tokens: int | None
+    decode_tokens: int | None
+    again_tokens: int | None
+    finish_us: float | None
+
+
+class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Spread of a stage's work over the workers of a role.
+
+    Work is the time in the stage without waits for other workers in collectives.
+
+    Attributes:
+        stage: The stage.
+        role: The role.
+        workers: Number of workers that ran the stage.
+        slowest: Worker with the longest work.
+        slowest_us: Work of the slowest worker.
+        median_us: Median work of the workers.
+        wait_us: Total wait of workers for others: in collectives, and after their own end of the
+            stage.
+        behind_us: Sum, over the other workers, of the slowest worker's extra work: the waits that
+            it causes.
+    """
+
+    columns: ClassVar[str] = (
+        "stage, +role, +workers, slowest, time=slowest_us, median_us, others waited=wait_us"
+    )
+
+    stage: str
+    role: str
+    workers: int
+    slowest: str
+    slowest_us: float
+    median_us: float
+    wait_us: float
+    behind_us: float = 0.0
+
+
+class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Waits of the ranks of a process group for each other in a collective.
+
+    Attributes:
+        name: The collective.
+        role: Role of the ranks.
+        group: Ranks of the group, as the traces list them; for an NPU, the group's number.
+        calls: Calls that every rank made.
+        median_us: Median, over the calls, of the shortest run, which is the cost without waits.
+        wait_us: Time for which ranks waited for later ranks, summed over the ranks. Concurrent
+            waits of one rank count once.
+        late: Rank that arrived last most often, i.e. had the shortest run; empty if some ranks of
+            the group are unknown.
+        late_share: Share of the calls in which ``late`` arrived last.
+    """
+
+    columns: ClassVar[str] = (
+        "collective=name, +role, ranks=group, calls, median_us, waiting=wait_us, "
+        "most often last=late, of calls=late_share"
+    )
+
+    name: str
+    role: str
+    calls: int
+    median_us: float
+    wait_us: float
+    late: str
+    late_share: float
+    group: str = ""
+
+
+class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One kernel (or operator, in a CPU trace) in one stage, over all lanes.
+
+    Attributes:
+        name: The kernel.
+        stage: Stage that launched it, or ``""``; without a recorded launch, the stage in which it
+            began.
+        calls: Number of calls.
+        self_us: Time in the kernel, without nested calls.
+        share: Share of the self time of all kernels.
+    """
+
+    columns: ClassVar[str] = "stage, name, calls, self time=self_us, share"
+
+    name: str
+    stage: str
+    calls: int
+    self_us: float
+    share: float
+
+
+class PartRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Time by cause.
+
+    Attributes:
+        cause: Name of the cause. In a rollout, a cause of trajectories; while none ran, a span of
+            their processes, ``controller: <stage>``, or ``requests of no trajectory``.
+        seconds: Time of the cause; for the rollout, wall time.
+        share: Share of the whole.
+    """
+
+    columns: ClassVar[str] = "cause, time=seconds, share"
+
+    cause: str
+    seconds: float
+    share: float
+
+
+class LostRow(PartRow, frozen=True, kw_only=True):
+    """The lane-seconds lost by one cause: devices idled, or waited for other ranks in collectives.
+
+    Attributes:
+        cause: Name of the cause; ``docs/report.md`` defines each.
+        seconds: Device-seconds: lanes that share a device count once.
+        share: Share of the observed time of all devices.
+        parts: ``seconds`` by simultaneous cause of trajectories, spans of their processes, or stage
+            of the loop. Empty without recorded trajectories.
+    """
+
+    parts: dict[str, float] = {}
+
+
+class RunningRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Number of a replica's running requests over time.
+
+    Attributes:
+        worker: Name of the replica, e.g. ``rollout0``.
+        replica: Index of the replica.
+        requests: Mean number of unfinished requests in each of 240 equal parts of the step.
+    """
+
+    worker: str
+    replica: int
+    requests: list[float]
+
+
+class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The totals of one replica's requests; ``None`` for values that its engine does not report.
+
+    Percentiles are of the requests that did not fail. All numbers but ``validation`` leave out
+    validation.
+
+    Attributes:
+        worker: Name of the replica, e.g. ``rollout0``.
+        replica: Index of the replica.
+        requests: Number of requests.
+        failed: Number of requests that raised or were aborted.
+        queued_p50_us: Median time from arrival at the engine to scheduling.
+        queued_p99_us: The same, 99th percentile.
+        to_first_token_p50_us: Median time from sending to the first token.
+        to_first_token_p99_us: The same, 99th percentile.
+        per_token_p50_us: Median, over requests, of the mean time per token after the first.
+        per_token_p99_us: The same, 99th percentile.
+        cache_hit_share: Share of prompt tokens that came from the prefix cache.
+        preemptions: Number of preemptions.
+        validation: Number of requests sent during validation.
+    """
+
+    columns: ClassVar[str] = (
+        "name=worker, requests, +failed, +queued_p50_us, queued_p99_us, "
+        "1st token p50=to_first_token_p50_us, "
+        "1st token p99=to_first_token_p99_us, a token p50=per_token_p50_us, "
+        "+a token p99=per_token_p99_us, cached=cache_hit_share, "
+        "preempted=preemptions, of validation besides=validation"
+    )
+
+    worker: str
+    replica: int
+    requests: int
+    failed: int
+    queued_p50_us: float | None
+    queued_p99_us: float | None
+    to_first_token_p50_us: float | None
+    to_first_token_p99_us: float | None
+    per_token_p50_us: float | None
+    per_token_p99_us: float | None
+    cache_hit_share: float | None
+    preemptions: int | None
+    validation: int = 0
+
+
+class MeasureRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One number that a worker recorded with the capture, such as the peak memory of a stage.
+
+    Attributes:
+        worker: Name of the worker.
+        stage: The stage of the number, or ``""``.
+        name: Name of the number, with its unit, e.g. ``process_peak_rss_bytes``.
+        value: The number; the largest, if the stage ran several times.
+    """
+
+    columns: ClassVar[str] = "worker, stage, number=name, value"
+
+    worker: str
+    stage: str
+    name: str
+    value: float
+
+    @property
+    def unit(self) -> str:
+        """Unit of the number, from its name; empty if the name has none."""
+        return "bytes" if self.name.endswith("_bytes") else ""
+
+
+class CounterRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A counter of a process in the step, e.g. the length of a queue.
+
+    Attributes:
+        lane: Lane of the process, e.g. ``rollouter_rank0``.
+        name: Name of the counter.
+        samples: Number of samples in the step.
+        last: The last sample.
+        mean: Mean over time from the first sample on; each sample holds until the next.
+        max: The largest sample.
+    """
+
+    columns: ClassVar[str] = "of=lane, count=name, last, mean, largest=max, +counted=samples"
+
+    lane: str
+    name: str
+    samples: int
+    last: float
+    mean: float
+    max: float
+
+
+class CostRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The cost of the capture for one worker.
+
+    Attributes:
+        worker: Name of the worker.
+        start_s: Seconds to start recording.
+        stop_s: Seconds to stop recording, which includes writing.
+    """
+
+    columns: ClassVar[str] = "worker, start_s, stop_s"
+
+    worker: str
+    start_s: float
+    stop_s: float
+
+
+class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One number of a suspect, compared with its peers.
+
+    Attributes:
+        suspect: Lane or worker that may be the cause of a slow step.
+        peers: Lanes or workers to compare with; the value of several peers is the median.
+        kind: ``stage``: time in a stage without waits for other ranks. ``time``: a part of the slow
+            stage, or of the step. ``kernel``: self time of a kernel. ``request``: median over an
+            engine's requests. ``memory``: a peak.
+        name: Name of the stage, the part of the time, the kernel or the measure.
+        unit: Unit of the values.
+        value: Value of the suspect.
+        peer_value: Value of the peers; ``None`` if they have none.
+    """
+
+    columns: ClassVar[str] = (
+        "suspect, what=kind, name, suspect's=value, peers, peers'=peer_value, difference"
+    )
+
+    suspect: str
+    peers: str
+    kind: Literal["stage", "time", "kernel", "request", "memory"]
+    name: str
+    unit: Literal["s", "bytes"] = "s"
+    value: float
+    peer_value: float | None
+
+    @property
+    def difference(self) -> float | None:
+        """The suspect's value minus the peers'."""
+        return None if self.peer_value is None else self.value - self.peer_value
+
+
+class CauseRow(PartRow, frozen=True, kw_only=True):
+    """The time of all trajectories with one cause.
+
+    Attributes:
+        cause: ``decode``, ``tool:search``, ``loop lag``, ...; ``docs/agents.md`` defines each.
+        seconds: Trajectory-seconds; all causes add up to the time of all trajectories.
+        share: Share of the time of all trajectories.
+        validate: Whether the row is of validation rollouts.
+        trajectories: Number of trajectories with this cause.
+    """
+
+    columns: ClassVar[str] = "cause, validation=validate, time=seconds, share, trajectories"
+
+    validate: bool
+    trajectories: int
+
+
+class CallRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Spans of one name: a tool, an environment, scoring, generating, waiting.
+
+    Attributes:
+        role: Role of the processes.
+        name: Name of the spans.
+        calls: Number of spans.
+        failed: Number of spans that raised.
+        seconds: Total duration of the spans.
+        p50_s: Median duration.
+        p90_s: 90th percentile of the durations.
+        p99_s: 99th percentile of the durations.
+        longest_s: Longest duration.
+    """
+
+    columns: ClassVar[str] = (
+        "name, +role, calls, failed, time=seconds, p50_s, p90_s, p99_s, longest_s"
+    )
+
+    role: str
+    name: str
+    calls: int
+    failed: int
+    seconds: float
+    p50_s: float
+    p90_s: float
+    p99_s: float
+    longest_s: float
+
+
+class BlockRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One task that blocked the event loop of a process.
+
+    Attributes:
+        lane: Lane of the process.
+        what: The blocking span, or else the function; ``unknown`` without a stack sample.
+        function: The function that blocked longest.
+        blocks: Number of blocks.
+        seconds: Total duration of the blocks.
+        longest_s: Longest block.
+        trajectories: Number of trajectories delayed by the blocks.
+        stood_still_s: Total delay of these trajectories.
+    """
+
+    columns: ClassVar[str] = (
+        "lane, by=what, +function, times=blocks, for=seconds, longest_s, stood still=trajectories, "
+        "added up=stood_still_s"
+    )
+
+    lane: str
+    what: str
+    function: str
+    blocks: int
+    seconds: float
+    longest_s: float
+    trajectories: int
+    stood_still_s: float
+
+
+class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The trajectories of one prompt.
+
+    Attributes:
+        group: The group.
+        members: Number of trajectories in the group.
+        first_s: First end of a trajectory, relative to the begin of the step.
+        last_s: Last end of a trajectory, relative to the begin of the step.
+        waited_s: Sum, over the trajectories, of the time from their end to the last end.
+        last_cause: Largest cause of the last trajectory's time after the first end.
+        whole: Whether all trajectories of the group ended in the step.
+    """
+
+    columns: ClassVar[str] = (
+        "group, members, first done=first_s, last done=last_s, waited_s, "
+        "the last's cause=last_cause, all done=whole"
+    )
+
+    group: str
+    members: int
+    first_s: float
+    last_s: float
+    waited_s: float
+    last_cause: str
+    whole: bool
+
+
+class StatusRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Trajectories of one status, and their cost.
+
+    Attributes:
+        validate: Whether the row is of validation rollouts.
+        status: ``done``, ``failed``, ``filtered``, ...
+        trajectories: Number of trajectories.
+        seconds: Total time of the trajectories.
+        share: Share of the time of all training (or all validation) trajectories.
+    """
+
+    columns: ClassVar[str] = "status, validation=validate, trajectories, time=seconds, share"
+
+    validate: bool
+    status: str
+    trajectories: int
+    seconds: float
+    share: float
+
+
+class FailureRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Trajectories that failed, or were cancelled, with one error in one span.
+
+    Attributes:
+        validate: Whether the row is of validation rollouts.
+        status: ``failed`` or ``cancelled``; empty for the row of all other errors.
+        error: The error, in one line of at most 120 characters.
+        trajectories: Number of trajectories.
+        example: One of the trajectories, as ``group/sample``.
+        span: Last span that failed, else the last open span; empty if there is none.
+    """
+
+    columns: ClassVar[str] = (
+        "error, validation=validate, trajectories, status, in=span, e.g.=example"
+    )
+
+    validate: bool
+    status: str
+    error: str
+    trajectories: int
+    example: str
+    span: str
+
+
+class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Training trajectories and requests of one policy version.
+
+    Attributes:
+        version: The policy version.
+        behind: Version that the step trains minus this version, negative for a newer version;
+            ``None`` if unknown.
+        oldest: Number of trajectories whose oldest version is this one.
+        newest: Number of trajectories whose newest version is this one.
+        segments: Number of requests served with this version.
+        segment_tokens: Tokens generated by these requests.
+    """
+
+    columns: ClassVar[str] = (
+        "version, behind, oldest of=oldest, newest of=newest, segments, tokens=segment_tokens"
+    )
+
+    version: int
+    behind: int | None
+    oldest: int
+    newest: int
+    segments: int
+    segment_tokens: int
+
+
+def added(row: PathRow, other: PathRow) -> PathRow:
+    """Return a row with the time of both rows."""
+    idle_us = None if row.idle_us is None else row.idle_us + (other.idle_us or 0.0)
+    duration_us, share = row.duration_us + other.duration_us, row.share + other.share
+    return msgspec.structs.replace(row, duration_us=duration_us, share=share, idle_us=idle_us)

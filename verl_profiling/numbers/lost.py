@@ -1,0 +1,240 @@
+"""Idle time by cause; every idle instant has exactly one cause."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+
+from verl_profiling.manifest import WEIGHT_SYNC, StageSpan
+from verl_profiling.numbers.columns import DeviceRow, LostRow
+from verl_profiling.numbers.sections import OTHER_RANKS, Tail
+from verl_profiling.slices.intervals import (
+    EMPTY,
+    Spans,
+    grouped,
+    intersection,
+    length,
+    spans_of,
+    subtract,
+    time_of,
+    union,
+    within,
+)
+from verl_profiling.slices.observed import between_ends
+from verl_profiling.steps.lanes import Lane, Step
+from verl_profiling.steps.requests import VALIDATE
+from verl_profiling.units import duration
+
+ROLLOUT = "rollout"
+CAUSES = (
+    "weight_sync",
+    "long_tail",
+    "after_generation",
+    "waiting_for_rollout",
+    "no_requests",
+    "queued",
+    "straggler_wait",
+    "gc",
+    "host_blocked",
+    "host_bound",
+    "other_stages",
+    "between_stages",
+    "unexplained",
+)
+"""Causes of idle time, in order of precedence."""
+
+_SAID = {"host_bound": "the host launched no work", "other_stages": "waiting for its turn"}
+BEHIND_TRAJECTORIES = ("long_tail", "after_generation", "no_requests")
+"""Causes of idle time that are divided further by the causes of trajectories."""
+
+
+def cause_name(cause: str) -> str:
+    """Return the shown name of a cause."""
+    return _SAID.get(cause, cause.replace("_", " "))
+
+
+def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]:
+    """Partition a lane's idle time ``I`` by cause. If several causes apply, the first in this list
+    counts.
+
+    * ``weight_sync``: during ``update_weights``, the controller's or the lane's own;
+    * ``long_tail``: during the rollout, until the end of the last replica: for a training rank
+      after the end of half of the replicas, for another engine after its own last iteration. A
+      training rank in a stage of its own waits for no replica, here and in the next two causes;
+    * ``after_generation``: during the rollout, after the last replica was done;
+    * ``waiting_for_rollout``: the rest of the rollout, for a training rank; for an engine, the
+      time before its first iteration;
+    * ``no_requests``: in stages with generation, while the engine's replica has no request, if
+      requests are known;
+    * ``queued``: while all requests of the engine's replica are in its queue, so that it is paused
+      or full of others, if their times are known;
+    * ``straggler_wait``: after the end of an own stage, until the last worker of the role ends this
+      stage;
+    * ``gc``: while Python's garbage collector stops the process;
+    * ``host_blocked``: while the host is in a call that copies, allocates or waits for the device;
+    * ``host_bound``: in an own stage (for an engine, between iterations or with an unfinished
+      request), or while operators run on the host: the device waits for launches;
+    * ``other_stages``: the controller is in a stage in which the lane does not take part;
+    * ``between_stages``: the controller is in no stage;
+    * ``unexplained``: the rest.
+    """
+    rollout = step.during(ROLLOUT)
+    own_time = time_of(span for span in lane.stages if span.name != ROLLOUT)
+    claims = dict.fromkeys(CAUSES, EMPTY)
+    claims["weight_sync"] = time_of([*step.stages, *lane.stages], WEIGHT_SYNC)
+    half_done = all_done = step.end_ns
+    if tail is not None:
+        ends_us = (tail.median_finish_us, tail.last_finish_us)
+        half_done, all_done = (int(rollout[0, 0]) + round(us * 1000) for us in ends_us)
+    if lane.is_engine:
+        work, held = working_spans(lane, step, ROLLOUT), EMPTY
+        if len(work):
+            first, last = int(work[0, 0]), int(work[-1, 1])
+            held = within(rollout, last, all_done)  # requests come back
+            if tail is not None and tail.last_replica != lane.source.replica:
+                claims["long_tail"], held = held, EMPTY
+            claims["after_generation"] = within(rollout, max(last, all_done), step.end_ns)
+            claims["waiting_for_rollout"] = within(rollout, step.begin_ns, first)
+        generating = working_spans(lane, step, ROLLOUT, VALIDATE)
+        if (replica := lane.source.replica) in step.served:
+            claims["no_requests"] = subtract(union(rollout, generating), step.served[replica])
+            generating = union(generating, step.served[replica])
+            claims["queued"] = step.queued(replica)
+        claims["host_bound"] = union(generating, own_time, held)
+    else:
+        rollout = subtract(rollout, own_time)  # in an asynchronous loop, ranks work beside it
+        claims["long_tail"] = within(rollout, half_done, all_done)
+        claims["after_generation"] = within(rollout, all_done, step.end_ns)
+        claims["waiting_for_rollout"] = rollout
+        claims["straggler_wait"] = union(*_after_stages(lane, step))
+        claims["host_bound"] = union(own_time, lane.host)
+    claims["gc"] = lane.pauses
+    if lane.on_device:
+        claims["host_blocked"] = lane.blocked
+    claims["other_stages"] = step.during()
+    claims["between_stages"] = subtract(step.whole, step.during()) if step.manifest else EMPTY
+    claims["unexplained"] = lane.observed
+    return partition(subtract(lane.observed, lane.busy), claims)
+
+
+def partition(time: Spans, claims: Mapping[str, Spans]) -> dict[str, Spans]:
+    """Divide a time among causes; if several causes claim an instant, the first counts."""
+    found = {}
+    for cause, claim in claims.items():
+        found[cause] = intersection(time, claim)
+        time = subtract(time, claim)
+    return found
+
+
+def working_spans(lane: Lane, step: Step, *stages: str) -> Spans:
+    """Return the spans from an engine's first iteration to its last, in each run of the given
+    stages.
+
+    Without iterations, operators are used. In a step without these stages, there is one span.
+    Otherwise the rest of the step is left out, because the engine may load weights there.
+    """
+    work = union(lane.iterations[:, :2])
+    runs = step.during(*stages)
+    return between_ends(work if len(work) else lane.busy, runs if len(runs) else step.whole)
+
+
+def sync_parts(step: Step, devices: Iterable[Sequence[Lane]]) -> dict[str, float]:
+    """Divide the ``weight_sync`` time of devices by the stages inside ``update_weights`` (s).
+
+    An instant belongs to the innermost stage of the device's own process; else of the controller,
+    else of another process, for which all others wait.
+    """
+    shared = _inside_sync(step.stages)
+    shared += _inside_sync([span for worker in step.workers for span in worker.stages])
+    found = Counter[str]()
+    for lanes in devices:
+        window = union(*(lane.idle["weight_sync"] for lane in lanes))
+        own = [part for lane in lanes for part in _inside_sync(lane.stages)]
+        for name, spans in own + shared:
+            found[name] += length(intersection(window, spans))
+            window = subtract(window, spans)
+        found[WEIGHT_SYNC] += length(window)
+    return {name: ns / 1e9 for name, ns in found.items() if ns}
+
+
+def _inside_sync(stages: Sequence[StageSpan]) -> list[tuple[str, Spans]]:
+    """Return the time of each stage inside ``update_weights``, the innermost stages first."""
+    whole = time_of(stages, WEIGHT_SYNC)
+    outer = min((span.depth for span in stages if span.name == WEIGHT_SYNC), default=0)
+    inner = [span for span in stages if span.depth > outer and span.name != WEIGHT_SYNC]
+    runs = grouped(inner, lambda span: (-span.depth, span.name))
+    return [(name, intersection(whole, time_of(runs[depth, name]))) for depth, name in sorted(runs)]
+
+
+def last_aborted(step: Step) -> Iterator[str]:
+    """Yield a note for each stage ``abort`` or ``drain``,
+    with the request that ended last in it.
+    """
+    for span in step.stages:
+        begin_us, end_us = ((ns - step.begin_ns) / 1000 for ns in (span.begin_ns, span.end_ns))
+        is_wait = span.name in ("abort", "drain")
+        if ended := [one for one in step.requests if is_wait and begin_us < one.end_us <= end_us]:
+            last = max(ended, key=lambda one: one.end_us)
+            took, after = (duration((us - begin_us) / 1e6) for us in (end_us, last.end_us))
+            yield (
+                f"{span.name} took {took}: its last request, {last.id} of {last.worker}, "
+                f"took {after}"
+            )
+
+
+def _after_stages(lane: Lane, step: Step) -> Iterator[Spans]:
+    """Yield for each stage the time between its end on a lane and on the last worker
+    of the role.
+    """
+    role = [peer for peer in step.lanes if peer.source.role == lane.source.role]
+    runs = {peer: grouped(peer.stages, attrgetter("name")) for peer in role}
+    for name, own in runs[lane].items():
+        yield until_last(own, [stages.get(name, []) for stages in runs.values()])
+
+
+def until_last(own: list[StageSpan], peers: Collection[list[StageSpan]]) -> Spans:
+    """Return the time between the end of each run of a stage and the end of this run
+    on the last peer.
+    """
+    return spans_of(
+        (span.end_ns, max(runs[index].end_ns for runs in peers if len(runs) > index))
+        for index, span in enumerate(own)
+    )
+
+
+def lost_total(rows: Sequence[DeviceRow], parts: Mapping[str, dict[str, float]]) -> list[LostRow]:
+    """Sum the lost seconds of all devices by cause; shares are of their observed time.
+
+    Args:
+        rows: The devices.
+        parts: Parts of the causes (s).
+    """
+    observed = sum(row.span_us for row in rows) or 1.0
+    # To the nanosecond: what rounding leaves has no cause.
+    totals = {
+        cause: round(sum(row.lost_us[cause] for row in rows), 3) for cause in (*CAUSES, OTHER_RANKS)
+    }
+    order = sorted(totals, key=lambda cause: (cause == "unexplained", -totals[cause]))
+    return [
+        LostRow(
+            cause=cause,
+            seconds=totals[cause] / 1e6,
+            share=totals[cause] / observed,
+            parts=parts.get(cause, {}) if totals[cause] else {},
+        )
+        for cause in order
+        if totals[cause] or cause == "unexplained"
+    ]
+
+
+def unlogged_requests(step: Step) -> Iterator[str]:
+    """Yield notes on engines without logged requests, whose time without requests is unknown."""
+    engines = [lane.source for lane in step.lanes if lane.is_engine]
+    silent = dict.fromkeys(source.worker for source in engines if source.replica not in step.served)
+    if silent and step.manifest:
+        yield (
+            f"requests of {', '.join(silent)} were not logged: idle time without requests "
+            "cannot be told "
+            "from time in which the host did not launch work"
+        )

@@ -1,0 +1,408 @@
+"""Builds the section "Rollout" of a step from the logs of its trajectories."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+from numpy.typing import NDArray
+
+from verl_profiling.manifest import POLLING, Request
+from verl_profiling.numbers.columns import (
+    BlockRow,
+    CallRow,
+    CauseRow,
+    FailureRow,
+    GroupRow,
+    PartRow,
+    StatusRow,
+    VersionRow,
+)
+from verl_profiling.numbers.lost import ROLLOUT
+from verl_profiling.numbers.sections import LastTrajectories, Polling, Rollout
+from verl_profiling.slices.intervals import (
+    Axes,
+    Ints,
+    Sharing,
+    grouped,
+    intersection,
+    length,
+    overlaps,
+    percentiles,
+    spans_of,
+    union,
+)
+from verl_profiling.steps.lanes import Step
+from verl_profiling.steps.records import (
+    BEFORE,
+    LOOP_LAG,
+    UNEXPLAINED,
+    Explanation,
+    Pieces,
+    Records,
+    Trajectory,
+)
+from verl_profiling.units import shortened
+
+KEPT = ("done", "running")
+"""Statuses of trajectories that are trained on, or may still be."""
+_NONE_RAN = "no trajectory"  # time of the tail in which none of its trajectories ran
+_MOST_GROUPS = 20
+
+
+def rollout_of(
+    step: Step,
+    records: Records,
+    served: Mapping[int, Request],
+    pieces: Pieces,
+    of_processes: Pieces,
+) -> tuple[Rollout, Explanation] | None:
+    """Return the section, and the explanation of the step's time; ``None`` without recorded
+    trajectories.
+
+    Args:
+        step: The step.
+        records: The trajectories.
+        served: The engine's request of each ``generate`` span, by the number of the span.
+        pieces: Time of the trajectories by cause.
+        of_processes: Time of processes outside trajectories by cause.
+    """
+    found, spans = records.trajectories, records.spans
+    if step.manifest is None or not (found or len(spans.begin)):
+        return None
+    explanation = Explanation(pieces, of_processes, step.stages, union(*step.served.values()))
+    columns = [(one.begin_ns, one.end_ns, one.validate) for one in found]
+    begin, end, validate = np.array(columns, dtype=np.int64).reshape(-1, 3).T
+    training = np.flatnonzero(validate == 0)
+    whole = [
+        number for number in training if not (found[number].cut_begin or found[number].cut_end)
+    ]
+    p50, p99 = percentiles((end - begin)[whole] / 1e9, 50, 99)
+    shares = Sharing(pieces.begin, pieces.end, pieces.owner).shares()
+    window = step.during(ROLLOUT)
+    if not len(window):
+        window = spans_of([(int(begin.min(initial=step.end_ns)), int(end.max(initial=0)))])
+    time = _part_rows(explanation.of(window))
+    first = int(begin[training].min()) if len(training) else step.begin_ns
+    lag = pieces.of(np.flatnonzero(pieces.cause == pieces.causes.index(LOOP_LAG)))
+    rollout = Rollout(
+        trajectories=len(training),
+        validation=int(validate.sum()),
+        cut=sum(one.cut_begin or one.cut_end for one in found),
+        seconds=float((end - begin)[training].sum()) / 1e9,
+        p50_s=p50,
+        p99_s=p99,
+        wall_s=(int(end[training].max()) - first) / 1e9 if len(training) else 0.0,
+        causes=[row for kind in (0, 1) for row in _causes(pieces, shares, validate, kind)],
+        time=time,
+        explained=sum(part.share for part in time if part.cause not in (BEFORE, UNEXPLAINED)),
+        last=_last_trajectories(training, begin[training], end[training], pieces),
+        calls=_call_rows(records),
+        blocks=_block_rows(records, lag),
+        **_groups(found, pieces, step.begin_ns),
+        **_versions(records, served, step.manifest.policy_version),
+        statuses=_status_rows(records),
+        failures=_failure_rows(found),
+        polling=_polling(step, end[training]),
+    )
+    return rollout, explanation
+
+
+def _causes(
+    pieces: Pieces, shares: NDArray[np.float64], validate: Ints, kind: int
+) -> list[CauseRow]:
+    """Return rows of the trajectories' time by cause (tool, queue, ...),
+    which add up to the total.
+    """
+    rows = np.flatnonzero((validate[pieces.owner] == kind) & (shares > 0))
+    pairs = set(zip(pieces.cause[rows].tolist(), pieces.owner[rows].tolist(), strict=True))
+    members = Counter(pieces.causes[cause] for cause, _ in pairs)
+    return [
+        CauseRow(validate=bool(kind), trajectories=members[part.cause], **structs.asdict(part))
+        for part in _part_rows(pieces.of(rows).seconds(shares[rows]))
+    ]
+
+
+def _polling(step: Step, ends: Ints) -> Polling | None:
+    """Return the cost of the trainer's polling in the rollout; ``None`` without polling.
+
+    Polling after the last trajectory's end is lost time, for each run of the stage ``rollout``.
+    Polling before that end costs nothing, because the trainer waits for trajectories.
+
+    Args:
+        step: The step.
+        ends: Ends of the training trajectories (unix ns).
+    """
+    rollout = step.during(ROLLOUT)
+    pauses = [(span.begin_ns, span.end_ns) for span in step.stages if span.name == POLLING]
+    inside = [pause for pause in pauses if len(intersection(rollout, spans_of([pause])))]
+    if not inside:
+        return None
+    polling = intersection(rollout, spans_of(inside))
+    late_ns = 0
+    for begin, end in rollout.tolist():
+        there = ends[(begin <= ends) & (ends <= end)]
+        if len(there):
+            late_ns += length(intersection(polling, spans_of([(int(there.max()), end)])))
+    return Polling(
+        pauses=len(inside),
+        interval_s=float(np.median([end - begin for begin, end in inside])) / 1e9,
+        seconds=length(polling) / 1e9,
+        late_s=late_ns / 1e9,
+        late_share=late_ns / max(step.span_ns, 1),
+    )
+
+
+def _call_rows(records: Records) -> list[CallRow]:
+    """Return one row per process role and span name, the largest total time first.
+
+    Durations include nested spans, and are clipped to the step.
+    """
+    roles = list(dict.fromkeys(records.roles))
+    role_of = np.array([roles.index(role) for role in records.roles], dtype=np.int64)
+    keys = role_of[records.spans.process] * len(records.names) + records.spans.name
+    rows = []
+    for key in np.unique(keys).tolist():
+        role, name = divmod(key, len(records.names))
+        rows.append(
+            _call_row(roles[role], records.names[name], np.flatnonzero(keys == key), records)
+        )
+    return sorted(rows, key=lambda row: -row.seconds)
+
+
+def _call_row(role: str, name: str, rows: Ints, records: Records) -> CallRow:
+    begin, end = records.spans.begin[rows], records.spans.end[rows]
+    took = (end - begin) / 1e9
+    p50, p90, p99 = percentiles(took, 50, 90, 99)
+    return CallRow(
+        role=role,
+        name=name,
+        calls=len(rows),
+        failed=int(records.spans.failed[rows].sum()),
+        seconds=float(took.sum()),
+        p50_s=p50,
+        p90_s=p90,
+        p99_s=p99,
+        longest_s=float(took.max()),
+    )
+
+
+def _block_rows(records: Records, lag: Pieces) -> list[BlockRow]:
+    """Return the functions and spans that blocked event loops, longest first, with the delayed
+    trajectories.
+
+    Args:
+        records: The recorded trajectories.
+        lag: Intervals of the trajectories' loop lag.
+    """
+    blocks = records.blocks
+    axes = Axes(int(blocks.loop.max(initial=0)) + 1, blocks.begin, blocks.end, lag.begin, lag.end)
+    held, stood = (axes.put(one.loop, one.begin, one.end) for one in (blocks, lag))
+    rows = []
+    for what, (lane, name, function) in enumerate(records.blockers):
+        mine = blocks.what == what
+        took = (blocks.end - blocks.begin)[mine]
+        still = overlaps(stood, union(held[mine]))
+        rows.append(
+            BlockRow(
+                lane=lane,
+                what=name,
+                function=function,
+                blocks=len(took),
+                seconds=int(took.sum()) / 1e9,
+                longest_s=int(took.max()) / 1e9,
+                trajectories=len(np.unique(lag.owner[still > 0])),
+                stood_still_s=int(still.sum()) / 1e9,
+            )
+        )
+    return sorted(rows, key=lambda row: -row.seconds)
+
+
+def _groups(trajectories: Sequence[Trajectory], pieces: Pieces, begin_ns: int) -> dict[str, Any]:
+    """Return the fields of the section on groups of two or more training trajectories.
+
+    Groups are sorted by the time for which members waited for the last member. The spread of a
+    group is the time from the first end of a member to the last end.
+
+    Args:
+        trajectories: All trajectories.
+        pieces: Time of the trajectories by cause.
+        begin_ns: Begin of the step (unix ns).
+    """
+    named = [
+        number for number, one in enumerate(trajectories) if one.said.group and not one.validate
+    ]
+    groups = grouped(named, lambda number: trajectories[number].said.group)
+    found = []
+    for group, members in groups.items():
+        if len(members) > 1:
+            ends = [trajectories[member].end_ns for member in members]
+            found.append((max(ends) * len(ends) - sum(ends), group, members, min(ends), max(ends)))
+    found.sort(key=lambda item: (-item[0], item[1]))
+    rows = []
+    for waited, group, members, first, last in found[:_MOST_GROUPS]:
+        slowest = next(member for member in members if trajectories[member].end_ns == last)
+        mine = pieces.of(np.flatnonzero(pieces.owner == slowest))
+        causes = mine.seconds(np.maximum(mine.end - np.maximum(mine.begin, first), 0))
+        rows.append(
+            GroupRow(
+                group=shortened(group),
+                members=len(members),
+                first_s=(first - begin_ns) / 1e9,
+                last_s=(last - begin_ns) / 1e9,
+                waited_s=waited / 1e9,
+                last_cause=max(causes, key=lambda cause: causes[cause], default=""),
+                whole=not any(trajectories[member].cut_end for member in members),
+            )
+        )
+    spreads = [(last - first) / 1e9 for _, _, _, first, last in found] or [0.0]
+    return {
+        "groups": rows,
+        "groups_seen": len(found),
+        "group_waited_s": sum(item[0] for item in found) / 1e9,
+        "group_spread_p50_s": median(spreads),
+        "group_spread_max_s": max(spreads),
+    }
+
+
+def _status_rows(records: Records) -> list[StatusRow]:
+    """Return one row per status, training before validation, the largest total time first."""
+    counts: dict[tuple[bool, str], Any] = defaultdict(Counter)
+    for one in records.trajectories:
+        counts[one.validate, one.status].update(
+            trajectories=1, seconds=(one.end_ns - one.begin_ns) / 1e9
+        )
+    whole = {
+        kind: sum(of["seconds"] for key, of in counts.items() if key[0] is kind)
+        for kind in (False, True)
+    }
+    rows = [
+        StatusRow(validate=kind, status=status, share=of["seconds"] / (whole[kind] or 1.0), **of)
+        for (kind, status), of in counts.items()
+    ]
+    return sorted(rows, key=lambda row: (row.validate, -row.seconds))
+
+
+def _failure_rows(trajectories: Sequence[Trajectory]) -> list[FailureRow]:
+    """Return the errors of failed and cancelled trajectories, the most frequent first,
+    validation last.
+    """
+    failed = [one for one in trajectories if one.failed_in is not None]
+    errors = grouped(
+        failed, lambda one: (one.validate, one.said.status, _error(one), one.failed_in or "")
+    )
+    rows = []
+    for (validate, status, error, span), of in sorted(errors.items()):
+        first = of[0].said
+        sample = "" if first.sample is None else f"/{first.sample}"
+        row = FailureRow(
+            validate=validate,
+            status=status,
+            error=error,
+            trajectories=len(of),
+            example=shortened(f"{first.group}{sample}"),
+            span=span,
+        )
+        rows.append(row)
+    return sorted(rows, key=lambda row: (row.validate, -row.trajectories))
+
+
+def _error(trajectory: Trajectory) -> str:
+    return shortened(" ".join(trajectory.said.error.split()))
+
+
+def _versions(
+    records: Records, served: Mapping[int, Request], trained: int | None
+) -> dict[str, Any]:
+    """Return the fields of the section on policy versions, newest first, of training trajectories.
+
+    Versions come from the loop (``min_version``, ``max_version``), else from the trajectory's
+    requests.
+
+    Args:
+        records: The recorded trajectories.
+        served: The request of each span, by the span's number.
+        trained: Policy version that the step trains, if known.
+    """
+    segments, tokens = Counter[int](), Counter[int]()
+    of_requests = defaultdict[int, set[int]](set)
+    for span, request in served.items():
+        owner, version = int(records.spans.trajectory[span]), request.policy_version
+        if version is not None and owner >= 0 and not records.trajectories[owner].validate:
+            of_requests[owner].add(version)
+            segments[version] += 1
+            tokens[version] += request.response_tokens
+    oldest, newest = Counter[int](), Counter[int]()
+    partial = 0
+    for number, one in enumerate(records.trajectories):
+        said = [one.number("min_version"), one.number("max_version")]
+        versions = {version for version in said if version is not None} or of_requests[number]
+        if versions and not one.validate:
+            oldest[min(versions)] += 1
+            newest[max(versions)] += 1
+            partial += min(versions) < max(versions)
+    rows = [
+        VersionRow(
+            version=version,
+            behind=None if trained is None else trained - version,
+            oldest=oldest[version],
+            newest=newest[version],
+            segments=segments[version],
+            segment_tokens=tokens[version],
+        )
+        for version in sorted({*oldest, *newest, *segments}, reverse=True)
+    ]
+    return {"versions": rows, "versioned": oldest.total(), "partial": partial}
+
+
+def _last_trajectories(
+    numbers: Ints, begin: Ints, end: Ints, pieces: Pieces
+) -> LastTrajectories | None:
+    """Return the tail: the time in which only the last ``k`` of ``n`` trajectories still ran.
+
+    ``k`` is at most ``n / 2``, and maximizes the tail's share of the rollout minus ``k / n``.
+    There, the curve of finished trajectories bends.
+
+    Args:
+        numbers: Numbers of the trajectories.
+        begin: Begin of each trajectory (unix ns).
+        end: End of each trajectory (unix ns).
+        pieces: Time of all trajectories by cause.
+    """
+    if not len(numbers):
+        return None
+    order = np.argsort(end, kind="stable")
+    ends, first = end[order], int(begin.min())
+    done = np.concatenate(([first], ends[:-1]))[
+        ::-1
+    ]  # time at which all but the last 1, 2, ... had ended
+    sizes = np.arange(1, len(ends) + 1)
+    wall = max(int(ends[-1]) - first, 1)
+    gain = (ends[-1] - done) / wall - sizes / len(ends)
+    size = int(gain[: max(len(ends) // 2, 1)].argmax()) + 1
+    since, until = int(done[size - 1]), int(ends[-1])
+    tail = pieces.of(np.flatnonzero(np.isin(pieces.owner, numbers[order[-size:]])))
+    sharing = Sharing(tail.begin, tail.end)
+    parts = tail.seconds(sharing.shares(np.array([[since, until]])))
+    seconds = (until - since) / 1e9
+    if (rest := seconds - sum(parts.values())) > 1e-9:
+        parts[_NONE_RAN] = rest
+    return LastTrajectories(
+        trajectories=size,
+        of=len(ends),
+        seconds=seconds,
+        share=(until - since) / wall,
+        parts=_part_rows(parts),
+    )
+
+
+def _part_rows(seconds: Mapping[str, float]) -> list[PartRow]:
+    """Return rows of seconds by cause, with shares that add up to 1."""
+    whole = sum(seconds.values()) or 1.0
+    return [
+        PartRow(cause=cause, seconds=took, share=took / whole) for cause, took in seconds.items()
+    ]

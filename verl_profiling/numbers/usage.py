@@ -1,0 +1,384 @@
+"""The numbers of the report, with a table of their formulas.
+
+Stages, causes of idle time, collectives, stragglers and self times have modules of their own; this
+module computes all other numbers.
+
+Let ``S`` be the observed windows of a lane in the step (:mod:`~verl_profiling.slices.observed`).
+Inside ``S``, let ``C``, ``M`` and ``K`` be the time of computation, communication and
+copies, ``B`` their union and ``I = S - B``; ``|X|`` is the length of a set. Times are in
+nanoseconds here and in microseconds in the report.
+
+====================== ============================= ==================================
+number                 formula                       source
+====================== ============================= ==================================
+busy, idle             ``|B|``, ``|I|``              HTA 0.5 temporal breakdown
+compute                ``|C|``                       HTA 0.5 temporal breakdown
+communication, overlap ``|M|``, ``|C & M|``          HTA 0.5 comm/comp overlap
+exposed communication  ``|M - C|``                   communication less overlap
+tail ratio             last over median finish       ``rollout_tail``
+collective wait        length of all waits at once   ``collectives``
+self time              duration less nested calls    ``nested_times``
+idle by cause          a partition of ``I``          ``lost.lost_by_cause``
+host-bound             ``|I & own stages|``          ``lost.lost_by_cause``
+straggler              ``|stage - collective wait|`` ``stragglers``
+====================== ============================= ==================================
+
+In colocated training, a training rank and a rank of a rollout engine use one GPU in turn. Both are
+lanes; the numbers of the device cover all its lanes. Idle time of the device gets the cause of its
+lanes. If the causes differ, the cause of the active lane wins over the cause of the lane that waits
+for its turn.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from verl_profiling.numbers.anatomy import percent
+from verl_profiling.numbers.columns import DeviceRow, EngineRow, KernelRow, WorkerRow
+from verl_profiling.numbers.lost import CAUSES, ROLLOUT, partition, working_spans
+from verl_profiling.numbers.sections import OTHER_RANKS, Percentiles, Tail, Throughput
+from verl_profiling.slices.intervals import (
+    EMPTY,
+    Spans,
+    covered_before,
+    grouped,
+    holding,
+    intersection,
+    length,
+    percentiles,
+    subtract,
+    union,
+    within,
+)
+from verl_profiling.slices.observed import misses
+from verl_profiling.steps.kinds import UNKNOWN_TOKENS, Iteration
+from verl_profiling.steps.lanes import Lane, Step
+from verl_profiling.steps.requests import VALIDATE
+
+_TOKEN_METRICS = ("perf/total_num_tokens", "total_num_tokens", "tokens")
+_TURNS = (
+    "weight_sync",
+    "straggler_wait",
+    "gc",
+    "host_blocked",
+    "host_bound",
+    "no_requests",
+    "queued",
+    "long_tail",
+    "after_generation",
+    "waiting_for_rollout",
+    "other_stages",
+    "between_stages",
+    "unexplained",
+)
+"""The causes of idle time in order of precedence among the lanes of a device."""
+
+
+def _observed(lanes: Sequence[Lane]) -> Spans:
+    """Return the time in which a device is observed: by a lane,
+    while no other lane works unseen.
+    """
+    if any(lane.is_unknown for lane in lanes):
+        return EMPTY
+    observed = union(*(lane.observed for lane in lanes))
+    return subtract(observed, union(*(lane.unseen for lane in lanes)))
+
+
+def _used(lanes: Sequence[Lane], lost: Mapping[str, Spans]) -> dict[str, Any]:
+    """Return the fields of ``UseRow`` for one lane, or for all lanes that share a device.
+
+    Args:
+        lanes: The lanes.
+        lost: Idle time of the lanes by cause.
+    """
+    observed = _observed(lanes)
+    windows = {lane: intersection(lane.observed, observed) for lane in lanes}
+    compute, communication, memory, unrecognised, busy = (
+        union(*(intersection(getattr(lane, kind), window) for lane, window in windows.items()))
+        for kind in ("compute", "communication", "memory", "unrecognised", "busy")
+    )
+    waits = {lane: intersection(lane.waiting, window) for lane, window in windows.items()}
+    works = (subtract(intersection(lane.busy, windows[lane]), wait) for lane, wait in waits.items())
+    times = {
+        "span_us": observed,
+        "busy_us": busy,
+        "idle_us": subtract(observed, busy),
+        "compute_us": compute,
+        "communication_us": communication,
+        "exposed_communication_us": subtract(communication, compute),
+        "overlap_us": intersection(communication, compute),
+        "memcpy_us": memory,
+        "unrecognised_us": unrecognised,
+        "waiting_us": subtract(union(*waits.values()), union(*works)),
+        "host_bound_us": lost["host_bound"],
+    }
+    times_us = {name: length(spans) / 1000 for name, spans in times.items()}
+    lost_us = {cause: length(spans) / 1000 for cause, spans in lost.items()}
+    return {
+        **times_us,
+        "name": " + ".join(lane.name for lane in lanes),
+        "device": any(lane.on_device for lane in lanes),
+        "lost_us": {**lost_us, OTHER_RANKS: times_us["waiting_us"]},
+    }
+
+
+def worker_row(lane: Lane, step: Step, directory: Path) -> WorkerRow:
+    """Return the row of one lane.
+
+    Args:
+        lane: The lane.
+        step: The step of the lane.
+        directory: Base folder of the names of traces.
+    """
+    exposed = subtract(lane.communication, lane.compute)
+    waits = intersection(lane.waiting, intersection(exposed, lane.observed))
+    load, communication_load, waiting_load = (
+        percent(covered_before(step.whole, spans), 0, step.span_ns)
+        for spans in (lane.busy, exposed, waits)
+    )
+    return WorkerRow(
+        **_used([lane], lane.idle),
+        role=lane.source.role,
+        rank=lane.source.rank,
+        replica=lane.source.replica,
+        load=load,
+        communication_load=communication_load,
+        waiting_load=waiting_load,
+        accelerator=lane.accelerator,
+        traces=[os.path.relpath(path, directory) for path in lane.paths],
+    )
+
+
+def device_row(lanes: Sequence[Lane], lost: Mapping[str, Spans]) -> DeviceRow:
+    """Return the row of a device, from its lanes and its idle time by cause."""
+    known = [lane.device for lane in lanes if lane.device is not None]
+    uuid = next((device.uuid for device in known if device.uuid), "")
+    return DeviceRow(
+        **_used(lanes, lost),
+        lanes=[lane.name for lane in lanes],
+        roles=list(dict.fromkeys(lane.source.role for lane in lanes)),
+        kind=known[0].kind if known else "",
+        uuid=uuid,
+        place=next((device.place for device in known if device.place), uuid),
+    )
+
+
+def engine_row(lane: Lane, step: Step) -> EngineRow:
+    """Return the row of one engine rank, for the stage ``rollout``.
+
+    Without that stage, all but validation counts. Iterations with prompt tokens count as prefill.
+    The begin or the end of the engine's work is unknown if its recording misses it.
+    """
+    iterations = lane.iterations[~holding(step.during(VALIDATE), lane.iterations[:, 0])]
+    iterations = iterations[
+        iterations[:, 2:].any(axis=1)
+    ]  # vLLM runs one of nothing after its last request
+    took, prefill = iterations[:, 1] - iterations[:, 0], iterations[:, 2] != 0
+    scheduled = Iteration(*(_sum_if_known(column) for column in iterations[:, 2:].T.tolist()))
+    rollout, work = step.during(ROLLOUT), working_spans(lane, step, ROLLOUT)
+    queueing_us = finish_us = None
+    if len(rollout) and len(work):
+        begin_ns, first_ns, last_ns = int(rollout[0, 0]), int(work[0, 0]), int(work[-1, 1])
+        if not misses(lane.observed, within(rollout, begin_ns, first_ns), rollout):
+            queueing_us = (first_ns - begin_ns) / 1000
+        if not _misses_end(lane, step):
+            finish_us = (last_ns - begin_ns) / 1000
+    tokens = _tokens(lane, step, scheduled)
+    prompt, new, again = (None if count == UNKNOWN_TOKENS else count for count in tokens)
+    return EngineRow(
+        name=lane.name,
+        replica=lane.source.replica or 0,
+        queueing_us=queueing_us,
+        iterations=len(iterations),
+        prefill_us=int(took[prefill].sum()) / 1000,
+        decode_us=int(took[~prefill].sum()) / 1000,
+        prefill_tokens=prompt,
+        decode_tokens=new,
+        again_tokens=again,
+        finish_us=finish_us,
+    )
+
+
+def _sum_if_known(counts: list[int]) -> int:
+    return UNKNOWN_TOKENS if UNKNOWN_TOKENS in counts else sum(counts)
+
+
+def _tokens(lane: Lane, step: Step, scheduled: Iteration) -> Iteration:
+    """Return the tokens of an engine: those of its requests, if they explain all of its iterations.
+
+    Iterations alone do not tell what SGLang computes again, nor which drafts were accepted.
+    """
+    worker = step.worker_of(lane.source)
+    requests = [
+        row for row in step.requests if row.replica == lane.source.replica and not row.validate
+    ]
+    if worker is None or worker.pending_since_ns or not requests:
+        return scheduled
+    if any(row.cached_tokens is None or row.begin_us < 0 for row in requests):
+        return scheduled
+    prompt = sum(row.prompt_tokens - (row.cached_tokens or 0) for row in requests)
+    new = sum(row.response_tokens for row in requests)
+    first = sum(
+        row.response_tokens > 0 for row in requests
+    )  # a first token comes from its prompt's iteration
+    if UNKNOWN_TOKENS in scheduled:
+        return Iteration(prompt, new, UNKNOWN_TOKENS)
+    again = sum(scheduled) - (prompt + new - first)
+    # Fewer are scheduled on a data-parallel rank, or in a window of the rollout.
+    return Iteration(prompt, new, again) if again >= 0 else scheduled
+
+
+def rollout_tail(step: Step) -> Tail | None:
+    """Return the tail of the rollout; ``None`` without a rollout stage and an engine.
+
+    A replica finishes with its last request or, without known requests, with the last iteration of
+    its slowest rank. A replica with open requests does not finish before the rollout. The tail is
+    unknown if the recording of an engine misses the end of the rollout.
+    """
+    rollout = step.during(ROLLOUT)
+    requests = [row for row in step.requests if not (row.failed or row.validate)]
+    ends = [(row.replica, step.begin_ns + round(row.end_us * 1000)) for row in requests]
+    ends = ends or _iteration_ends(step)
+    if not len(rollout) or not ends:
+        return None
+    ends += [(replica, int(rollout[-1, 1])) for replica in step.pending]
+    since_begin = [(replica, (end_ns - int(rollout[0, 0])) / 1000) for replica, end_ns in ends]
+    finishes = dict(sorted(since_begin, key=lambda end: end[1]))  # the last end of each replica
+    middle, last = median(finishes.values()), max(finishes.values())
+    return Tail(
+        replicas=len(finishes),
+        median_finish_us=middle,
+        last_finish_us=last,
+        last_replica=max(finishes, key=lambda replica: finishes[replica]),
+        ratio=last / middle if middle > 0 else 1.0,
+        tail_share=max(last - middle, 0.0) * 1000 / max(step.span_ns, 1),
+        requests=len(requests),
+        latency_s=_percentiles([row.latency_us / 1e6 for row in requests]),
+        response_tokens=_percentiles([float(row.response_tokens) for row in requests]),
+        last_tokens=max((row.end_us, row.response_tokens) for row in requests)[1]
+        if requests
+        else 0,
+    )
+
+
+def _iteration_ends(step: Step) -> list[tuple[int, int]]:
+    """Return the replica and the last end (ns) of each engine in the rollout;
+    nothing if one is unknown.
+    """
+    ends = []
+    for lane in (lane for lane in step.lanes if lane.is_engine):
+        if _misses_end(lane, step):
+            return []
+        worked = working_spans(lane, step, ROLLOUT).tolist()
+        ends += [(lane.source.replica or 0, end_ns) for _, end_ns in worked]
+    return ends
+
+
+def _misses_end(lane: Lane, step: Step) -> bool:
+    """Return whether an engine may have worked in the rollout after the end of its recording."""
+    rollout, work = step.during(ROLLOUT), working_spans(lane, step, ROLLOUT)
+    last_ns = int(work[-1, 1]) if len(work) else step.begin_ns
+    return misses(lane.observed, within(rollout, last_ns, step.end_ns), rollout)
+
+
+def _percentiles(sample: list[float]) -> Percentiles | None:
+    p50, p90, p99 = percentiles(sample, 50, 90, 99)
+    return Percentiles(p50=p50, p90=p90, p99=p99, max=max(sample)) if sample else None
+
+
+def kernels(step: Step) -> list[KernelRow]:
+    """Return one row per kernel and stage, summed over all lanes, the longest self time first."""
+    calls: Counter[tuple[str, str]] = Counter()
+    self_ns: Counter[tuple[str, str]] = Counter()
+    for lane in step.lanes:
+        for place, (times, took_ns) in lane.ops.items():
+            calls[place] += times
+            self_ns[place] += took_ns
+    everything = self_ns.total() or 1
+    return [
+        KernelRow(
+            name=name,
+            stage=stage,
+            calls=calls[stage, name],
+            self_us=ns / 1000,
+            share=ns / everything,
+        )
+        for (stage, name), ns in sorted(self_ns.items(), key=lambda item: (-item[1], item[0]))
+    ]
+
+
+def _tokens_of(step: Step, engines: Sequence[EngineRow]) -> float:
+    """Return the tokens of all iterations; 0 if any number, or a part of the rollout,
+    is unknown.
+    """
+    rollout = step.during(ROLLOUT)
+    if any(misses(lane.observed, rollout, rollout) for lane in step.lanes if lane.is_engine):
+        return 0.0
+    first_ranks = {row.replica: row for row in reversed(engines)}.values()
+    tokens = [count for row in first_ranks for count in (row.prefill_tokens, row.decode_tokens)]
+    return float(sum(count or 0 for count in tokens)) * (None not in tokens)
+
+
+def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput | None:
+    """Return the throughput, from the loop's metrics, else from requests, else from engine
+    iterations.
+
+    Args:
+        step: The step.
+        engines: The rows of the step's engines.
+        devices: Number of devices.
+    """
+    metrics = step.manifest.metrics if step.manifest else {}
+    requests = [row for row in step.requests if not row.validate]
+    counted = (
+        *((metrics[name], f"metric {name}") for name in _TOKEN_METRICS if name in metrics),
+        (
+            float(sum(r.prompt_tokens + r.response_tokens for r in requests)),
+            "requests, each with its prompt",
+        ),
+        (_tokens_of(step, engines), "engine iterations"),
+    )
+    tokens, source = next(((count, source) for count, source in counted if count), (0.0, ""))
+    seconds = step.span_ns / 1e9
+    if not tokens or not seconds:
+        return None
+    rate = tokens / seconds
+    return Throughput(
+        tokens=tokens,
+        source=source,
+        tokens_per_s=rate,
+        tokens_per_s_per_device=rate / max(devices, 1),
+    )
+
+
+def shared_devices(step: Step) -> list[list[Lane]]:
+    """Return the lanes of each device, in the order of the step's lanes.
+
+    Lanes share a device if they have the same device UUID, or else the same host and device number.
+    A lane without both has a device of its own.
+    """
+    devices = [lane.device for lane in step.lanes if lane.device is not None]
+    uuids = {device.place: device.uuid for device in devices if device.place and device.uuid}
+
+    def device_of(lane: Lane) -> object:
+        device = lane.device
+        return (device and (device.uuid or uuids.get(device.place) or device.place)) or lane
+
+    return list(grouped(step.lanes, device_of).values())
+
+
+def lost_of_device(lanes: Sequence[Lane]) -> Mapping[str, Spans]:
+    """Partition the idle time of a device by cause, from the idle time of its lanes."""
+    if len(lanes) == 1:
+        return lanes[0].idle
+    busy = union(*(intersection(lane.busy, lane.observed) for lane in lanes))
+    idle = subtract(_observed(lanes), busy)
+    found = partition(
+        idle, {cause: union(*(lane.idle[cause] for lane in lanes)) for cause in _TURNS}
+    )
+    return {cause: found[cause] for cause in CAUSES}

@@ -1,0 +1,1 @@
+"""Intervals of time as numpy columns: what capturing and analysing share."""

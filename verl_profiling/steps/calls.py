@@ -1,0 +1,195 @@
+"""Matches the calls of collectives between the ranks of a process group.
+
+The ranks of a group leave a collective together. So calls are matched by their order and their end:
+a profiler that begins late, or has a hole, misses calls. Only durations are compared between ranks,
+so clock offsets have no influence. Without a manifest, calls of several hosts are matched only if
+all ranks have as many.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_profiling.slices.intervals import Ints, Spans
+from verl_profiling.steps.kinds import Group
+from verl_profiling.steps.lanes import Lane, Step
+
+
+class Calls(NamedTuple):
+    """All calls of one collective by the ranks of a process group.
+
+    Attributes:
+        role: Role of the ranks.
+        name: The collective.
+        group: The group.
+        lanes: Lanes of the captured ranks.
+        runs: Begin and end (ns) of each rank's run of each call, shape (ranks, calls, 2).
+        cost: Length of the shortest run of each call (ns).
+        last: Index of the rank that entered each call last.
+    """
+
+    role: str
+    name: str
+    group: Group
+    lanes: list[Lane]
+    runs: Ints
+    cost: Ints
+    last: Ints
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks of the group were captured."""
+        return len(self.lanes) == self.group.size
+
+    def waiting(self, rank: int, calls: Any = slice(None)) -> Spans:
+        """Return the spans in which a rank waited in calls; spans may overlap."""
+        begins = self.runs[rank, calls, 0]
+        return np.stack((begins, self.runs[rank, calls, 1] - self.cost[calls]), axis=1)
+
+
+def matched_calls(step: Step) -> tuple[list[Calls], list[str]]:
+    """Return the calls that all ranks of a group left together, and a note on the runs without such
+    a call.
+
+    Groups of different replicas have the same name, but are different groups.
+    """
+    called = defaultdict(list)
+    for lane in step.lanes:
+        for call in lane.collectives:
+            called[lane.source.role, lane.source.replica, call].append(lane)
+    clocks = step.manifest.clocks if step.manifest else []
+    error_ns = max((clock.error_ns for clock in clocks), default=0)
+    found, recorded, matched = [], 0, 0
+    for (role, _, (name, group)), same_group in called.items():
+        for lanes in _engines(same_group, group.size):
+            of_lanes = [lane.collectives[name, group] for lane in lanes]
+            if len({lane.source.host_clock for lane in lanes} - {""}) > 1:
+                runs = _left_steadily(of_lanes)
+            else:
+                runs = _left_together(of_lanes, error_ns, step.manifest is not None)
+            recorded += sum(map(len, of_lanes))
+            matched += runs.shape[0] * runs.shape[1]
+            if runs.shape[1]:
+                took = runs[:, :, 1] - runs[:, :, 0]
+                found.append(
+                    Calls(role, name, group, lanes, runs, took.min(axis=0), took.argmin(axis=0))
+                )
+    if matched == recorded:
+        return found, []
+    many = f"{recorded - matched:,} of {recorded:,} runs of collectives"
+    return found, [
+        f"{many} fit no run of every other rank, by order and end; their waits are unknown"
+    ]
+
+
+def _engines(lanes: list[Lane], size: int) -> list[list[Lane]]:
+    """Divide lanes that name the same group: several engines, each with its ranks from 0,
+    name them alike.
+    """
+    by_rank = defaultdict(list)
+    for lane in lanes:
+        by_rank[lane.source.rank].append(lane)
+    if (
+        size
+        and len(lanes) > size
+        and len(by_rank) == size
+        and len(set(map(len, by_rank.values()))) == 1
+    ):
+        return [list(engine) for engine in zip(*by_rank.values(), strict=True)]
+    return [lanes] if 1 < len(lanes) <= (size or len(lanes)) else []
+
+
+def _left_together(of_lanes: Sequence[Spans], error_ns: int, is_one_clock: bool) -> Ints:
+    """Return the runs of the calls that all ranks left together, shape (ranks, calls, 2).
+
+    The nth runs of all ranks are one call, unless their ends say otherwise: a profiler that began
+    one call later, and ended one later, has as many runs. With other numbers of runs, those that
+    end together are.
+
+    Args:
+        of_lanes: The runs of each rank, sorted by begin.
+        error_ns: Error of the clocks (ns).
+        is_one_clock: Whether all times are on one clock, up to the error.
+    """
+    by_end = _by_end(of_lanes)
+    is_call = _is_call(by_end, error_ns)
+    if len(set(map(len, of_lanes))) == 1:
+        by_order = np.stack(of_lanes)
+        # gloo on a busy machine records runs of one call 10 ms apart: then few ends fit, by either
+        # match.
+        common = _recorded_by_all(of_lanes)
+        if not common and is_one_clock:
+            return by_order[:, :0]
+        most_fit = 2 * is_call.sum() > common
+        if not most_fit or is_call.sum() <= _is_call(by_order, error_ns).sum():
+            return by_order
+    enter, leave = by_end[:, :, 0], by_end[:, :, 1]
+    return by_end[:, leave.min(axis=0) + error_ns >= enter.max(axis=0)]
+
+
+def _left_steadily(of_lanes: Sequence[Spans]) -> Ints:
+    """Return the runs of the calls that all ranks left together, of hosts whose clocks are not
+    compared.
+
+    Ends that are near to each other may be of different calls. But the ends of one call are as far
+    apart as those of the next one, which tells a match by order from one by end. With other numbers
+    of runs, neither is known.
+    """
+    if len(set(map(len, of_lanes))) > 1:
+        return np.stack([runs[:0] for runs in of_lanes])
+    by_order, by_end = np.stack(of_lanes), _by_end(of_lanes)
+    most_match = 2 * by_end.shape[1] > by_order.shape[1]
+    return by_end if most_match and _unsteady_ns(by_end) < _unsteady_ns(by_order) else by_order
+
+
+def _unsteady_ns(runs: Ints) -> float:
+    """Return by how much the distance of the ranks' ends differs between matched runs,
+    on average (ns).
+    """
+    apart_ns = runs[:, :, 1] - runs[0, :, 1]
+    return float(np.abs(apart_ns - np.median(apart_ns, axis=1, keepdims=True)).mean())
+
+
+def _recorded_by_all(of_lanes: Sequence[Spans]) -> int:
+    """Return the number of runs that end while all ranks recorded, of the rank with the fewest."""
+    first = max(runs[:, 0].min() for runs in of_lanes)
+    last = min(runs[:, 1].max() for runs in of_lanes)
+    return min(int(((first <= runs[:, 1]) & (runs[:, 1] <= last)).sum()) for runs in of_lanes)
+
+
+def _by_end(of_lanes: Sequence[Spans]) -> Ints:
+    """Return the runs of all ranks whose ends are the nearest to each other,
+    shape (ranks, calls, 2).
+    """
+    by_end = [runs[np.argsort(runs[:, 1], kind="stable")] for runs in of_lanes]
+    fewest = min(by_end, key=len)
+    nearest = [_nearest(runs[:, 1], fewest[:, 1]) for runs in by_end]
+    own = np.arange(len(fewest))
+    backs = (
+        _nearest(fewest[:, 1], runs[:, 1])[at] == own
+        for runs, at in zip(by_end, nearest, strict=True)
+    )
+    is_mutual = np.logical_and.reduce(list(backs))
+    return np.stack([runs[at[is_mutual]] for runs, at in zip(by_end, nearest, strict=True)])
+
+
+def _nearest(ends: Ints, times: Ints) -> Ints:
+    """Return the index of the nearest end to each time."""
+    after = np.searchsorted(ends, times).clip(max=len(ends) - 1)
+    before = (after - 1).clip(min=0)
+    return np.where(times - ends[before] < ends[after] - times, before, after)
+
+
+def _is_call(runs: Ints, error_ns: int) -> NDArray[np.bool_]:
+    """Return which matched runs are one call: side by side,
+    with ends nearer than half of the longest.
+    """
+    enter, leave = runs[:, :, 0], runs[:, :, 1]
+    is_beside = leave.min(axis=0) + error_ns >= enter.max(axis=0)
+    spread = leave.max(axis=0) - leave.min(axis=0) - error_ns
+    return np.asarray(is_beside & (2 * spread <= (leave - enter).max(axis=0)))

@@ -1,0 +1,314 @@
+"""Verifies that every expected artifact is present, whole and not empty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.files.run_files import never_came, read_manifest, read_run, recorded_folder
+from verl_profiling.files.trajectory_log import LOG_SUFFIX, read_log
+from verl_profiling.files.watch_log import WATCH_LOG, latest_step, read_watch_log
+from verl_profiling.identity import step_folder_name
+from verl_profiling.manifest import CUT_SHORT, MANIFEST_NAME, RUN_NAME, Artifact, Manifest, RunInfo
+from verl_profiling.steps.cluster import results
+from verl_profiling.steps.inputs import (
+    UNWRITTEN,
+    how_to_capture,
+    is_step,
+    is_uncaptured,
+    located,
+    on_other_host,
+    step_folders,
+    unfinished,
+)
+from verl_profiling.steps.npu_folders import not_analysed, npu_files
+from verl_profiling.steps.plain import plain_steps
+from verl_profiling.steps.step import Source
+from verl_profiling.steps.trace import Blocks, Limits, Trace
+from verl_profiling.units import visible_text_of
+
+Status = Literal[
+    "ok", "begun", "cut", "missing", "empty", "truncated", "unreadable", "failed", "skipped"
+]
+
+
+class Checked(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of one artifact.
+
+    Attributes:
+        path: Path relative to the folder that was checked.
+        status: Status of the artifact.
+        reason: Reason for any status but ``ok``.
+        bytes: Size on disk.
+        events: Number of events, for a trace.
+    """
+
+    path: str
+    status: Status
+    reason: str = ""
+    bytes: int = 0
+    events: int | None = None
+
+
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a check.
+
+    Attributes:
+        directory: The checked folder or trace.
+        ok: Whether every artifact is ``ok`` (or was skipped on purpose).
+        artifacts: One entry per artifact.
+        note: Notes on plain traces, or advice on capturing a step for a watched run without
+            captures.
+    """
+
+    directory: str
+    ok: bool
+    artifacts: list[Checked]
+    note: str = ""
+
+
+def check(path: Path, limits: Limits | None = None, ray: str | None = None) -> CheckResult:
+    """Read all expected files of a step folder, a run folder or a folder of traces.
+
+    Args:
+        path: The folder, or a trace.
+        limits: How much of each trace is read.
+        ray: Address of the Ray cluster that reads the artifacts of step folders; ``None`` for this
+            host.
+
+    Raises:
+        TraceFormatError: There is nothing to check.
+        ToolUnavailableError: No Ray cluster runs at the address.
+    """
+    limits = limits or Limits()
+    lost = list(_check_run(path))
+    notes = [how_to_capture(path)] if is_uncaptured(path) else []
+    if is_step(path):
+        checked = list(_check_step(path, limits, ray))
+    elif path.is_dir() and ((folders := step_folders(path)) or lost or is_uncaptured(path)):
+        checked = lost
+        for folder in folders:
+            for entry in _check_step(folder, limits, ray):
+                checked.append(msgspec.structs.replace(entry, path=f"{folder.name}/{entry.path}"))
+    elif path.is_dir():
+        checked = list(_check_traces(path, limits, notes))
+    elif path.exists():
+        checked = [_check_file(path.name, path.resolve(), limits)]
+    else:
+        raise TraceFormatError(path, "no such file or folder")
+    ok = all(entry.status in ("ok", "skipped") for entry in checked)
+    return visible_text_of(
+        CheckResult(directory=str(path), ok=ok, artifacts=checked, note="\n".join(notes))
+    )
+
+
+def _check_traces(folder: Path, limits: Limits, notes: list[str]) -> Iterator[Checked]:
+    """Check the plain traces in a folder; add the notes on them."""
+    steps, damaged = plain_steps([folder])
+    notes += [note for step in steps for note in step.notes]
+    files = {source.path for step in steps for source in step.files}
+    files |= {Path(error.path) for error in damaged if not Path(error.path).is_dir()}
+    for file in sorted(files):
+        yield _check_file(str(file.relative_to(folder)), file.resolve(), limits)
+    for recording, problem in not_analysed(folder):
+        yield Checked(path=str(recording.relative_to(folder)), status="missing", reason=problem)
+
+
+def _check_run(run: Path) -> Iterator[Checked]:
+    try:
+        info = read_run(run)
+    except TraceFormatError as error:
+        yield Checked(path=RUN_NAME, status="unreadable", reason=error.problem)
+        return
+    if info is not None:
+        yield from _check_losses(run, info)
+    if sentence := never_came(info):
+        yield Checked(path=RUN_NAME, status="missing", reason=sentence)
+    try:
+        latest = latest_step(read_watch_log(run))
+    except TraceFormatError as error:
+        yield Checked(path=WATCH_LOG, status="unreadable", reason=error.problem)
+        return
+    for last in latest:
+        if last.hangs:
+            yield Checked(path=WATCH_LOG, status="failed", reason=last.hangs)
+
+
+def _check_losses(run: Path, info: RunInfo) -> Iterator[Checked]:
+    """Yield what ``run.json`` lists and the folder of the run does not hold."""
+    for step, why in info.not_captured.items():
+        if not (run / step_folder_name(step)).exists():
+            yield Checked(
+                path=RUN_NAME, status="missing", reason=f"step {step} was not captured: {why}"
+            )
+    for name in info.captured:
+        if "/" not in name and not (run / name).exists():
+            reason = (
+                f"{RUN_NAME} lists this capture; its folder was removed, renamed or never uploaded"
+            )
+            if why := info.failed.get(name, ""):
+                reason += f": {why}"
+            yield Checked(path=name, status="missing", reason=reason)
+    if info.end_ns is None and info.over:  # killed, or its disk could not be written
+        for step in info.scheduled_steps:
+            name = step_folder_name(step)
+            if name not in info.captured and not (run / name).exists():
+                reason = (
+                    f"step {step} of schedule.steps has no folder, and training did not "
+                    f"end: {info.over}"
+                )
+                yield Checked(path=RUN_NAME, status="missing", reason=reason)
+
+
+def _check_step(folder: Path, limits: Limits, ray: str | None) -> Iterator[Checked]:
+    """Check a step folder; paths are relative to it."""
+    if not (folder.is_symlink() or (folder / MANIFEST_NAME).exists()):
+        yield Checked(path=MANIFEST_NAME, status="missing", reason=f"{folder.name} {UNWRITTEN}")
+        return
+    try:
+        manifest = read_manifest(folder)
+    except TraceFormatError as error:
+        yield Checked(path=MANIFEST_NAME, status="unreadable", reason=error.problem)
+        return
+    if reason := unfinished(manifest):
+        yield Checked(path=MANIFEST_NAME, status="begun", reason=reason)
+    elif not manifest.complete:
+        said = "; ".join(note for note in manifest.notes if note.startswith(CUT_SHORT))
+        yield Checked(path=MANIFEST_NAME, status="cut", reason=said or CUT_SHORT)
+    yield from _check_workers(folder, manifest, limits, ray)
+    if not manifest.workers:
+        reason = "; ".join(("no worker was captured", *manifest.notes))
+        yield Checked(path=MANIFEST_NAME, status="empty", reason=reason)
+
+
+def _check_workers(
+    folder: Path, manifest: Manifest, limits: Limits, ray: str | None
+) -> Iterator[Checked]:
+    calls = [
+        _check_where_it_is(folder, manifest.capture_id, worker.name, artifact, limits, ray)
+        for worker in manifest.workers
+        for artifact in worker.artifacts
+    ]
+    checked = results(calls, ray)
+    for worker in manifest.workers:
+        for artifact, entry in zip(worker.artifacts, checked, strict=False):
+            if isinstance(entry, TraceFormatError):
+                entry = Checked(path=artifact.path, status="missing", reason=entry.problem)
+            yield entry
+        explained = any(
+            artifact.status not in ("ok", "pending", "skipped") for artifact in worker.artifacts
+        )
+        if worker.status not in ("ok", "skipped") and not explained:  # it died, for one
+            yield Checked(path=worker.name, status=worker.status, reason=worker.reason)
+
+
+def _check_where_it_is(
+    folder: Path, capture_id: str, worker: str, artifact: Artifact, limits: Limits, ray: str | None
+) -> tuple[Callable[[], Checked], list[Source]]:
+    """Return the call that checks an artifact on the host that has it, and the file."""
+    there = on_other_host(folder, artifact, ray)
+    folder = folder.absolute()  # a task has another working directory
+    file = Source(
+        path=folder / artifact.path, lane=artifact.lane, worker=worker, role="", where=there
+    )
+    if there:
+        return partial(_check_there, there, capture_id, worker, artifact, limits), [file]
+    return partial(_check_artifact, folder, artifact, limits), [file]
+
+
+def _check_there(
+    there: str, capture_id: str, worker: str, artifact: Artifact, limits: Limits
+) -> Checked:
+    folder = recorded_folder(there, artifact.path, worker, capture_id)
+    return _check_artifact(folder, artifact, limits)
+
+
+def _check_artifact(folder: Path, artifact: Artifact, limits: Limits) -> Checked:
+    """Read one artifact of a step folder completely."""
+    name = artifact.path
+    if artifact.status == "skipped":
+        return Checked(path=name, status="skipped", reason=artifact.reason)
+    path, status, reason = located(folder, artifact)
+    if path is None:
+        return Checked(path=name, status=status, reason=reason)
+    if path.is_dir():
+        return _check_folder(name, path, limits)
+    is_read = path.name.endswith((".json", ".json.gz", LOG_SUFFIX))
+    found = _check_file(name, path, limits, content=None if is_read else _bytes)
+    if artifact.status in ("empty", "failed", "truncated") and found.status in (
+        "ok",
+        artifact.status,
+    ):
+        return msgspec.structs.replace(
+            found, status=artifact.status, reason=artifact.reason or found.reason
+        )
+    return found
+
+
+_Content = tuple[Status, str, int | None]
+"""The status of a file, the reason for any status but ``ok``, and the number of events."""
+
+
+def _check_file(
+    name: str, path: Path, limits: Limits, content: Callable[[Path, Limits], _Content] | None = None
+) -> Checked:
+    """Check a trajectory log, a trace, or a file for which ``content`` is given."""
+    read = content or (_log if name.endswith(LOG_SUFFIX) else _trace)
+    try:
+        size = path.stat().st_size
+        status, reason, events = read(path, limits) if size else ("empty", "0 bytes", None)
+    except OSError as error:  # a link to nothing
+        return Checked(path=name, status="unreadable", reason=error.strerror or str(error))
+    except TraceFormatError as error:
+        return Checked(path=name, status="unreadable", reason=error.problem, bytes=size)
+    return Checked(path=name, status=status, reason=reason, bytes=size, events=events)
+
+
+def _log(path: Path, limits: Limits) -> _Content:
+    log = read_log(path, limits.reached)
+    records = len([*log.trajectories, *log.spans, *log.blocks, *log.statuses, *log.counts])
+    problems = "; ".join(log.problems)
+    if log.damaged or log.cut:
+        return "unreadable" if log.damaged else "truncated", problems, records
+    return ("ok", problems, records) if records else ("empty", "holds no records", 0)
+
+
+def _trace(path: Path, limits: Limits) -> _Content:
+    trace = Trace(path, limits)
+    spans = timeless = 0
+    for events in trace.chunks():
+        spans += sum(event.ph != "M" for event in events)
+        timeless += sum(event.ts is None and event.ph == "X" for event in events)
+    if trace.warnings:
+        return "truncated" if trace.truncated else "unreadable", trace.warnings[-1], trace.events
+    if timeless:
+        return "unreadable", f"{timeless:,} events have no time", trace.events
+    return ("ok", "", trace.events) if spans else ("empty", "holds no events", 0)
+
+
+def _bytes(path: Path, limits: Limits) -> _Content:
+    """Check that a file other than a trace is not empty, and its compression is whole."""
+    blocks = Blocks(path, limits)
+    content = sum(len(block) for block in blocks)
+    if blocks.damage:
+        return "truncated", blocks.damage, None
+    return ("ok", "", None) if content else ("empty", "holds no bytes", None)
+
+
+def _check_folder(name: str, path: Path, limits: Limits) -> Checked:
+    """Check that an artifact that is a folder has files, and readable traces."""
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    if not size:
+        return Checked(path=name, status="empty", reason="the folder holds no data")
+    for _, problem in not_analysed(path):
+        return Checked(path=name, status="missing", reason=problem, bytes=size)
+    for trace in npu_files(path):
+        found = _check_file(f"{name}/{trace.relative_to(path)}", trace, limits)
+        if found.status != "ok":
+            return found
+    return Checked(path=name, status="ok", bytes=size)

@@ -1,0 +1,319 @@
+"""Finds step folders or plain traces under a path, and converts times to the controller's clock."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.files.opener import named_file, real_folder
+from verl_profiling.files.run_files import known_run, read_manifest
+from verl_profiling.files.trajectory_log import LOG_SUFFIX
+from verl_profiling.files.watch_log import has_watch_log
+from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, Artifact, CaptureResult, Manifest
+from verl_profiling.steps.npu_folders import not_analysed, npu_files
+from verl_profiling.steps.plain import plain_steps
+from verl_profiling.steps.step import Source, StepInputs, sorted_sources
+from verl_profiling.units import local_time
+
+UNWRITTEN = f"holds no {MANIFEST_NAME}: the loop ended before the begin of the capture"
+_TIMES = (
+    "begin_ns",
+    "end_ns",
+    "unix_ns",
+    "arrival_ns",
+    "scheduled_ns",
+    "first_token_ns",
+    "last_token_ns",
+)
+_PARTS_WITH_TIMES = ("stages", "pauses", "tool_spans", "requests", "artifacts", "anchors")
+_STEP_FOLDER = re.compile(r"step_\d+(?:\.\d+)?")
+
+
+def find_steps(path: Path) -> list[StepInputs]:
+    """Return the readable steps under ``path``: a step folder, a run folder, or plain traces.
+
+    Raises:
+        TraceFormatError: There is nothing to analyse, no manifest can be read, or there are several
+            runs.
+    """
+    return steps_of([the_run(path)])[0]
+
+
+def steps_of(
+    paths: Sequence[Path], ray: str | None = None
+) -> tuple[list[StepInputs], list[TraceFormatError]]:
+    """Return the readable steps of each path, and an error for each unreadable step.
+
+    A run folder yields its own steps, but no steps of runs in subfolders.
+
+    Plain traces of all paths are grouped into steps together.
+
+    Args:
+        paths: The paths.
+        ray: Address of the Ray cluster that reads the files, also files that only other hosts have.
+
+    Raises:
+        TraceFormatError: As for :func:`find_steps`.
+    """
+    steps: dict[Path, StepInputs] = {}
+    damaged: list[TraceFormatError] = []
+    plain: list[Path] = []
+    for path in paths:
+        if is_uncaptured(path):
+            raise TraceFormatError(path, how_to_capture(path))
+        folders = [path] if is_step(path) else step_folders(path)
+        if not any(map(is_step, folders)):
+            plain.append(path)
+            continue
+        for folder in folders:
+            try:
+                steps[folder.resolve()] = _from_manifest(folder, ray)
+            except TraceFormatError as error:
+                damaged.append(error)
+    traces, unreadable = plain_steps(plain)
+    found = [*steps.values(), *traces]
+    damaged += unreadable
+    if not found:
+        raise damaged[0]
+    for step in found:
+        step.ray = ray
+        if ray is not None:  # tasks have another working directory
+            step.files = [
+                msgspec.structs.replace(one, path=one.path.absolute()) for one in step.files
+            ]
+    return found, damaged
+
+
+def is_step(folder: Path) -> bool:
+    """Return whether a folder is a step folder: with a manifest,
+    or a ``step_<n>`` in a run folder.
+    """
+    if (folder / MANIFEST_NAME).exists():
+        return True
+    of_a_run = bool(_STEP_FOLDER.fullmatch(folder.name)) and (folder.parent / RUN_NAME).exists()
+    return of_a_run and folder.is_dir()
+
+
+def unfinished(manifest: Manifest) -> str:
+    """Return a sentence on a capture without an end; empty for a complete capture."""
+    if manifest.state != "begun":
+        return ""
+    began = local_time(manifest.begin_ns)
+    process = manifest.process
+    alive = process.alive() if process is not None else None
+    if alive:
+        return f"running: recorded since {began} by {process}"
+    state = "unfinished" if alive is None else "killed"
+    return f"{state}: the capture began {began} in {process}, and has no end"
+
+
+def the_run(path: Path, *, live: bool = False) -> Path:
+    """Return the folder of the only run at or below a path; a path without a run is returned
+    unchanged.
+
+    The path of a ``run.json`` selects the run in its folder, without runs in subfolders; the path
+    of a ``manifest.json`` selects its step.
+
+    Args:
+        path: The path.
+        live: Whether to prefer the only unfinished run.
+
+    Raises:
+        TraceFormatError: The path does not exist, or holds several runs.
+    """
+    if not path.exists():
+        raise TraceFormatError(path, "no such file or folder")
+    if path.is_dir() and not is_step(path):
+        path = real_folder(path)
+    found = {run: known_run(run) for run in runs_at(path)}
+    running = [run for run, info in found.items() if live and info is not None and not info.over]
+    runs = running or list(found)
+    if len(runs) > 1:
+        infos = [run / RUN_NAME if (run / RUN_NAME).is_file() else run for run in runs]
+        raise TraceFormatError(
+            path, f"holds {len(runs)} runs; choose one of them: {', '.join(map(str, infos))}"
+        )
+    return runs[0]
+
+
+def runs_at(path: Path) -> list[Path]:
+    """Return the folders of the runs at or below a path; the path itself if there is no run."""
+    if path.name in (RUN_NAME, MANIFEST_NAME) and path.is_file():
+        return [path.parent]
+    if not path.is_dir() or is_step(path):
+        return [path]
+    runs = sorted(_runs_below(path), key=lambda run: numbered(str(run)))
+    if (path / RUN_NAME).is_file() or step_folders(path):
+        runs.insert(0, path)
+    return runs or [path]
+
+
+def numbered(name: str) -> str:
+    """Return a key that sorts names by the numbers in them: ``run_2`` before ``run_10``."""
+    return re.sub(r"\d+", lambda digits: digits[0].zfill(20), name)
+
+
+def _runs_below(path: Path) -> Iterator[Path]:
+    """Yield the run folders one or two levels below a path;
+    a running job may remove folders meanwhile.
+    """
+    for inside, folders, names in os.walk(path):
+        depth = len(Path(inside).relative_to(path).parts)
+        if depth and RUN_NAME in names:
+            yield Path(inside)
+        folders[:] = (
+            [] if depth == 2 else [name for name in folders if not _STEP_FOLDER.fullmatch(name)]
+        )
+
+
+def is_uncaptured(path: Path) -> bool:
+    """Return whether a path is the folder of a run with a watch log, but without step folders."""
+    return has_watch_log(path) and not (is_step(path) or step_folders(path))
+
+
+def how_to_capture(run: Path) -> str:
+    """Return a sentence that no step of a run was captured, with advice on capturing one."""
+    info = known_run(run)
+    ask = f"`verl-profiling trigger {shlex.quote(str(run))}`"
+    if info is not None and not info.over:
+        return f"No step was captured so far; {ask} requests a capture of the next step."
+    over = ", and the job has ended" if info is not None else ""
+    return (
+        f"No step was captured{over}. schedule.steps lists steps beforehand, watch.trigger "
+        "captures slow "
+        f"steps, and {ask} requests a capture from a running job."
+    )
+
+
+def step_folders(run: Path) -> list[Path]:
+    """Return the step folders of a run folder,
+    by step number and then by number of the recording.
+    """
+    if not run.is_dir():
+        return []
+    named = (
+        child for child in run.iterdir() if _STEP_FOLDER.fullmatch(child.name) and child.is_dir()
+    )
+    return sorted(named, key=lambda folder: numbered(folder.name))
+
+
+def located(directory: Path, artifact: Artifact) -> tuple[Path | None, Any, str]:
+    """Return the path of an artifact; for a missing artifact ``None``, with status and reason.
+
+    An artifact that is being compressed has the path of the uncompressed file. An artifact with a
+    path outside of the step folder is ``unreadable``.
+    """
+    named = (
+        named_file(directory, path) for path in (artifact.path, artifact.path.removesuffix(".gz"))
+    )
+    try:
+        path = next(filter(Path.exists, named), None)
+    except TraceFormatError as error:
+        return None, "unreadable", error.problem
+    status = artifact.status if artifact.status in ("empty", "failed") else "missing"
+    elsewhere = f"the file is at {artifact.where}" if artifact.where else ""
+    return path, status, "; ".join(filter(None, (artifact.reason, elsewhere)))
+
+
+def on_other_host(directory: Path, artifact: Artifact, ray: str | None) -> str:
+    """Return ``host:path`` of an artifact that a Ray task has to read on its host;
+    ``""`` for any other.
+    """
+    where = artifact.where if ray is not None else ""
+    return where if where and located(directory, artifact)[:2] == (None, "missing") else ""
+
+
+def _from_manifest(directory: Path, ray: str | None) -> StepInputs:
+    if not (directory.is_symlink() or (directory / MANIFEST_NAME).exists()):
+        raise TraceFormatError(directory, UNWRITTEN)
+    manifest = read_manifest(directory)
+    workers = [_shifted(worker, manifest.offset_ns(worker.identity)) for worker in manifest.workers]
+    inputs = StepInputs(
+        directory=directory,
+        step=manifest.step,
+        manifest=msgspec.structs.replace(manifest, workers=workers),
+        unfinished=unfinished(manifest),
+    )
+    found: list[Source] = []
+    for worker in manifest.workers:
+        if worker.status not in ("ok", "skipped") and not worker.artifacts:
+            inputs.absent.append(f"{worker.identity}: {worker.reason or worker.status}")
+        for artifact in worker.artifacts:
+            if artifact.status != "skipped":
+                where = on_other_host(directory, artifact, ray)
+                found += _sources_of(inputs, manifest, worker, artifact, where)
+    inputs.files = sorted_sources(found)
+    return inputs
+
+
+def _sources_of(
+    inputs: StepInputs, manifest: Manifest, worker: CaptureResult, artifact: Artifact, where: str
+) -> list[Source]:
+    """Return the files of an artifact; add what is missing of it to the inputs."""
+    path, status, why = located(inputs.directory, artifact)
+    place = inputs.directory / artifact.path if where else path
+    files: list[Path] = []
+    if place is not None:
+        files += _files_in(place)
+        inputs.absent += [f"{folder} {problem}" for folder, problem in not_analysed(place)]
+    # Of the files elsewhere, only the traces of torch_npu are read here alone.
+    if path is None and not files and (not where or artifact.tool == "npu"):
+        state = "missing" if status == "failed" else status
+        inputs.absent.append(f"{artifact.path} is {state}{f': {why}' if why else ''}")
+    return [_source(manifest, worker, artifact, file, where) for file in files]
+
+
+def _shifted(worker: CaptureResult, offset_ns: int) -> CaptureResult:
+    """Return a worker with an offset subtracted from its times; unknown times stay 0."""
+    if not offset_ns:
+        return worker
+
+    def moved(part: Any) -> Any:
+        times = {name: time - offset_ns for name in _TIMES if (time := getattr(part, name, 0))}
+        return msgspec.structs.replace(part, **times)
+
+    parts = {name: list(map(moved, getattr(worker, name))) for name in _PARTS_WITH_TIMES}
+    pending = [since_ns - offset_ns for since_ns in worker.pending_since_ns]
+    return msgspec.structs.replace(worker, **parts, pending_since_ns=pending)
+
+
+def _source(
+    manifest: Manifest, worker: CaptureResult, artifact: Artifact, path: Path, where: str
+) -> Source:
+    identity = worker.identity
+    lane_rank = re.search(r"_rank(\d+)$", artifact.lane)
+    offset_ns = manifest.offset_ns(identity)
+    ended_ns = artifact.end_ns - offset_ns if artifact.end_ns else 0
+    return Source(
+        path=path,
+        lane=artifact.lane,
+        worker=worker.name,
+        role=identity.role,
+        rank=int(lane_rank[1]) if lane_rank else identity.rank,
+        replica=identity.replica,
+        topology=identity.topology,
+        offset_ns=offset_ns,
+        recorded_ns=(artifact.begin_ns - offset_ns, ended_ns),
+        stage=artifact.stage,
+        where=where,
+        artifact=artifact.path,
+        capture_id=manifest.capture_id,
+    )
+
+
+def _files_in(path: Path) -> Iterator[Path]:
+    """Yield the trace or log of an artifact, or the file of each recording
+    in a folder (torch_npu).
+    """
+    if path.is_dir():
+        for found in npu_files(path):
+            yield named_file(path, str(found.relative_to(path)))
+    elif path.name.endswith((".json", ".json.gz", LOG_SUFFIX)):
+        yield path

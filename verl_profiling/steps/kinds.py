@@ -1,0 +1,411 @@
+"""Classifies the events of a trace: kind of an event, calls that block, iterations of an engine.
+
+* **Device trace** (has device events): busy time is the union, over all streams, of kernels and
+  copies. Kernels in the table of communication kernels are communication, all others computation;
+  copies and memsets are memory.
+* **CPU trace** (has no device events): busy time is the union, over all threads, of operators,
+  runtime calls and collectives. Waiting in Python between them is not busy time.
+* **NPU trace** (msprof's, in torch_npu's ``trace_view.json``): events have no category. The name of
+  an event's process decides its kind; for events of the hardware, the task type does.
+
+Device events are classified as in HolisticTraceAnalysis 0.5 (``utils/utils.py``,
+``get_kernel_type``), so figures can be compared. The table of communication kernels has further
+kernels that HTA does not know.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import msgspec
+
+from verl_profiling.errors import ConfigError
+from verl_profiling.steps.categories import CATEGORIES, ENGINE_ITERATION, meaning_of
+from verl_profiling.steps.trace import UNDECODABLE
+
+
+class Pattern(NamedTuple):
+    """Names of the kernels of one library.
+
+    Attributes:
+        library: Name of the library.
+        pattern: Regular expression that is searched for in a name.
+        example: One of the names.
+    """
+
+    library: str
+    pattern: str
+    example: str
+
+
+_COLLECTIVE = (
+    r"(?:All|(?<![A-Za-z])(?:all|ALL))_?(?:[Rr]educe|REDUCE|[Gg]ather|GATHER|[Tt]o_?[Aa]ll|TO_?ALL|2[Aa]ll)"
+    r"|[Rr]educe_?[Ss]catter"
+)
+_SYMMETRIC = r"\bmultimem_|symmetric_memory::|\b(?:put|wait)_signal_kernel"
+_DEEP_EP = r"deep_ep::(?!(?:\w+::)*layout::)|\bdpsk::ep::int(?:er|ra)node"
+_OVER_PCIE = r"[Ll]amport|\bipc_\w*(?:push|rsag)|\bpush_oneshot"
+_EXPERTS = r"moeA2A|moeAllToAll|allToAllMetadata|\w*_a2a_kernel"
+
+PATTERNS = (
+    # NVIDIA/nccl: src/device
+    Pattern("NCCL, RCCL", r"(?i:nccl)", "ncclDevKernel_AllGather_RING_LL"),
+    Pattern("any: the name of a collective", _COLLECTIVE, "twoShotAllReduceKernel"),
+    # ROCm/rccl: src/include/msccl/msccl_kernel.h
+    Pattern("RCCL with MSCCL", r"mscclKernel_|rcclGenericKernel", "mscclKernel_Sum_half_LL_false"),
+    # kali20gakki/msprof
+    Pattern("HCCL", r"^hccl|^hcom_", "hcom_allReduce_"),
+    # intel/torch-xpu-ops: issue 5384
+    Pattern("oneCCL", r"\boneccl_", "oneccl_reduce_base"),
+    # pytorch/pytorch: torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryOps.cu
+    Pattern("torch, symmetric memory", _SYMMETRIC, "multimem_all_reduce_kernel"),
+    # vllm-project/vllm: csrc/custom_all_reduce.cuh, csrc/quickreduce/quick_reduce.h
+    Pattern(
+        "vLLM, SGLang, aiter: custom all-reduce",
+        "cross_device_reduce",
+        "vllm::cross_device_reduce_2stage",
+    ),
+    Pattern(
+        "vLLM, SGLang, aiter: quick reduce",
+        "quickreduce::|allreduce_prototype_",
+        "quickreduce::allreduce_prototype_twoshot",
+    ),
+    # flashinfer-ai/flashinfer: include/flashinfer/comm,
+    # csrc/nv_internal/tensorrt_llm/kernels/communicationKernels
+    Pattern(
+        "TensorRT-LLM, flashinfer: one-shot and two-shot all-reduce, over PCIe too",
+        _OVER_PCIE,
+        "rmsNormLamport",
+    ),
+    Pattern("TensorRT-LLM, flashinfer: expert parallel", _EXPERTS, "moeA2ADispatchKernel"),
+    # deepseek-ai/DeepEP: csrc/kernels
+    Pattern("DeepEP", _DEEP_EP, "deep_ep::internode_ll::dispatch"),
+    # ROCm/mori: src/ops/dispatch_combine
+    Pattern(
+        "MoRI", r"\bmori::|\bEp(?:Dispatch|Combine)\w*", "mori::moe::EpDispatchIntraNodeKernel"
+    ),
+    # NVIDIA/nvshmem: src/device
+    Pattern("NVSHMEM", "nvshmem|_on_stream_kernel", "alltoall_on_stream_kernel"),
+    # microsoft/mscclpp: src/ext/collectives
+    Pattern("MSCCL++", "mscclpp", "mscclpp::collective::allreduceNvlsPacket"),
+    # NVIDIA/TransformerEngine: transformer_engine/common/comm_gemm_overlap/userbuffers
+    Pattern("Transformer Engine, user buffers", "userbuffers_", "kuserbuffers_pushsend"),
+)
+"""Kernels that communicate; the first pattern, NCCL's, is searched in the name with parameters."""
+
+HOST_COLLECTIVES = ("gloo:", "nccl:", "mpi:", "ucc:", "xccl:", "hccl:", "c10d::")
+"""First parts of the names of collective operators on the host: backends of torch.distributed."""
+
+_OTHERS = re.compile("|".join(f"(?:{row.pattern})" for row in PATTERNS[1:]))
+_NCCL = re.compile(PATTERNS[0].pattern)
+_BETWEEN_TWO = re.compile(r"send|rece?i?v|coalesced$", re.IGNORECASE)
+_ALL_TO_ALL = re.compile(r"all_?to_?all")  # NCCL makes one of sends and receives
+_LONGEST = 4096  # characters of a name that are looked at
+_DEEPEST = 16  # levels of brackets
+_INNERMOST = (re.compile(r"\([^()]*\)"), re.compile(r"<[^<>]*>"))
+
+
+def own_name(kernel: str) -> str:
+    """Return the name of a kernel without the types of its template and its parameters.
+
+    >>> own_name("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(long,
+    int)") 'void ::multimem_all_reduce_kernel'
+    """
+    for innermost in _INNERMOST:
+        for _ in range(_DEEPEST):
+            kernel, count = innermost.subn("", kernel)
+            if not count:
+                break
+    return re.split(r"[<(]", kernel, maxsplit=1)[0]
+
+
+@lru_cache(maxsize=16)
+def communicates(patterns: tuple[str, ...] = ()) -> Callable[[str], bool]:
+    """Return a function that returns, for a kernel's name, whether the kernel communicates.
+
+    Args:
+        patterns: Further regular expressions of the user, searched in the whole name.
+
+    Raises:
+        ConfigError: A pattern is no regular expression.
+    """
+    added = [_compiled(pattern) for pattern in patterns]
+
+    def check(name: str) -> bool:
+        name = name[:_LONGEST]
+        known = _NCCL.search(name) or _OTHERS.search(own_name(name))
+        return bool(known) or any(pattern.search(name) for pattern in added)
+
+    return check
+
+
+class Group(NamedTuple):
+    """Process group of a collective. The default is an unknown group, without known waits.
+
+    Attributes:
+        name: Name of the group; the parts of a split group have the same name.
+        ranks: Ranks of the group, as listed in the trace; on an NPU, the group's number in the
+            names of collectives.
+        size: Number of ranks; 0 if unknown.
+    """
+
+    name: str = ""
+    ranks: str = ""
+    size: int = 1
+
+
+class _Said(msgspec.Struct, gc=False):
+    """The arguments that Kineto (torch's trace writer) stores with the kernel of a collective."""
+
+    collective: str = msgspec.field(name="Collective name", default="")
+    name: str | int = msgspec.field(name="Process Group Name", default="")
+    ranks: str = msgspec.field(name="Process Group Ranks", default="")
+    size: int = msgspec.field(name="Group size", default=0)
+
+
+_ARGUMENTS = msgspec.json.Decoder(_Said, strict=False)
+
+
+def group_of(kernel: str, args: msgspec.Raw) -> Group | None:
+    """Return the process group of a communication kernel, from its arguments;
+    ``None`` without a group.
+    """
+    try:
+        said = _ARGUMENTS.decode(args)
+    except UNDECODABLE:
+        said = _Said()
+    return _group(kernel, said.collective, str(said.name), said.ranks, said.size)
+
+
+@lru_cache(maxsize=1024)
+def _group(kernel: str, collective: str, name: str, ranks: str, size: int) -> Group | None:
+    said = f"{own_name(kernel[:_LONGEST])} {collective}"
+    if _BETWEEN_TWO.search(said) and not _ALL_TO_ALL.search(collective):
+        return Group()
+    return Group(name, ranks, size) if any(map(str.isdigit, ranks)) else None
+
+
+def only_group(info: Any) -> Group | None:
+    """Return the process group in the header of a trace, if only one group has several ranks."""
+    try:
+        world = int(info["world_size"])
+        listed = [list(one["ranks"]) for one in info.get("pg_config", ())] or [[]] * (world == 2)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return None
+    several = [ranks for ranks in listed if len(ranks) != 1]  # one without ranks has all
+    groups = {
+        (str(ranks), len(ranks)) if 0 < len(ranks) < world else ("all", world) for ranks in several
+    }
+    return Group("", *groups.pop()) if len(groups) == 1 else None
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            "--communication", f"{pattern!r} is no regular expression: {error}"
+        ) from None
+
+
+COMPUTE, COMMUNICATION, MEMORY, UNKNOWN, HOST, HOST_COMMUNICATION, ITERATION, NOTHING = range(8)
+"""Kinds of events: three on the device, an unknown category, two on the host,
+engine iteration, no work.
+"""
+
+_KINDS: dict[str | None, int] = {
+    "kernel": COMPUTE,
+    "copy": MEMORY,
+    "host": HOST,
+    "collective on the host": HOST_COMMUNICATION,
+    None: UNKNOWN,
+}
+"""Kind of events by the meaning of their category."""
+
+_QUEUES = ("enqueue", "dequeue")  # of torch_npu, to the thread that calls the NPU
+NO_WORK = frozenset(
+    name
+    for category in CATEGORIES
+    if category.meaning in ("no work", "on device, no work")
+    for name in category.names
+) - {"user_annotation", *_QUEUES}
+"""Categories of events that are no busy time."""
+
+_LAUNCH = re.compile(r"Launch|runFunction|EnqueueKernel")
+# MTIA gives copies, waits and control tasks the category of kernels; names: HTA's ``types.py`` and
+# traces.
+_MTIA = "mtia_ccp_events"
+_MTIA_COPY = "dma"
+_MTIA_CONTROL = re.compile(
+    r"job_exe|packet|cpum_exe_subgraph|collective_subgraph_execution|runFunction|event_(?:wait|record)$"
+)
+
+
+def kind_of(category: str, name: str, communicates: Callable[[str], bool]) -> int:
+    """Return the kind of an event by its category and name.
+
+    Args:
+        category: Category of the event.
+        name: Name of the event.
+        communicates: Returns whether the kernel of a given name communicates.
+    """
+    kind = _KINDS.get(meaning_of(category), NOTHING)
+    if category == _MTIA and _MTIA_CONTROL.match(name):
+        return NOTHING
+    if category == _MTIA and name.startswith(_MTIA_COPY):
+        return MEMORY
+    if kind == COMPUTE and communicates(name):
+        return COMMUNICATION
+    if (kind == HOST or category == "user_annotation") and name.startswith(HOST_COLLECTIVES):
+        return HOST_COMMUNICATION
+    return ITERATION if category == "user_annotation" and parse_iteration(name) else kind
+
+
+def is_launch(category: str, name: str) -> bool:
+    """Return whether an event is a host call that enqueues work on a device."""
+    if category in _QUEUES:
+        return True
+    return meaning_of(category) == "host" and category != "cpu_op" and bool(_LAUNCH.search(name))
+
+
+# Process names in an NPU trace, from msprof's parser (github.com/kali20gakki/msprof,
+# ``analysis/csrc/application/timeline``); the second name of each pair is from older versions.
+_HARDWARE = ("Ascend Hardware", "Task Scheduler")  # a thread per stream, an event per task
+_COLLECTIVES = (
+    "Communication",
+    "HCCL",
+)  # a thread per group; "Plane" threads hold parts of collectives
+_HOSTS = (
+    "CANN",
+    "AscendCL",
+    "CPU functions",
+)  # runtime calls; "CPU functions": torch.autograd.profiler
+_COLLECTIVE_KERNELS = ("AicpuKernel", "AivKernel")
+_COMPUTING = re.compile(
+    r"(?:^|[ _])(?:AI_?CORE|AI_?VEC(?:TOR_CORE)?|AI_?CPU|AIC|AIV|SIMT|DSA)(?:[ _]|$)", re.IGNORECASE
+)
+_COPYING = re.compile(r"MEMCPY|(?:^|[ _])(?:S|PCIE_)?DMA(?:[ _]|$)", re.IGNORECASE)
+_WAITING = re.compile(
+    r"EVENT|NOTIFY|WAIT|RECORD|WRITE[ _]VALUE|PLACE_?HOLDER|PROFILING|MAINTAINCE|ACTIVE",
+    re.IGNORECASE,
+)
+_TYPE_NAME = re.compile(r"[A-Z0-9_]+")
+
+
+def npu_kind(process: str, pid: object, thread: str, name: str, task_type: str) -> int:
+    """Return the kind of an event without a category, by the names of its process and thread."""
+    if process in _HARDWARE:
+        return task_kind(name, task_type)
+    if process in _COLLECTIVES:
+        return NOTHING if thread.startswith("Plane") else COMMUNICATION
+    return HOST if process in _HOSTS or pid in _HOSTS else NOTHING
+
+
+def task_kind(name: str, task_type: str) -> int:
+    """Return the kind of a task of the hardware.
+
+    Tasks of AI cores and AI CPU are computation, DMA tasks are copies. Waits, records and
+    placeholders are no work. Kernels of a collective are no work either, because the collective has
+    its own event. Other types (e.g. ``Other``, if msprof does not know the chip) are classified by
+    the task's name. A name in capitals, e.g. ``MEMCPY_ASYNC``, is a task type; any other name is an
+    operator, and its task is computation.
+    """
+    if name.endswith(_COLLECTIVE_KERNELS):
+        return NOTHING
+    is_type = bool(_TYPE_NAME.fullmatch(name))
+    for told in (task_type, name if is_type else ""):
+        if _COMPUTING.search(told):
+            return COMPUTE
+        if _COPYING.search(told):
+            return MEMORY
+        if _WAITING.search(told):
+            return NOTHING
+    is_operator = bool(task_type) and name != task_type and not is_type
+    return COMPUTE if is_operator else NOTHING
+
+
+# Calls of the CUDA runtime and driver API, of HIP and of AscendCL. An asynchronous copy returns
+# after about 10 us, but a copy from pageable memory blocks ("API synchronization behavior" in the
+# CUDA Runtime API). So an asynchronous copy counts as blocking if the call takes long.
+LONG_COPY_NS = 100_000
+_NEVER_NS = 1 << 62
+_BLOCKING = re.compile(
+    r"(?:AscendCL@)?(?:cuda|cu|hip|aclrt)"
+    r"(?:Memcpy|Malloc|Free|MemAlloc|MemFree|HostAlloc|HostRegister|\w*Synchronize)"
+)
+
+
+def blocks_from_ns(kind: int, name: str) -> int:
+    """Return the duration (ns) from which an event blocks the host; a huge one if it never does."""
+    is_waiting = kind == HOST and _BLOCKING.match(name)
+    if not is_waiting or ("Async" in name and "Memcpy" not in name):
+        return _NEVER_NS
+    return LONG_COPY_NS if "Async" in name else 0
+
+
+UNKNOWN_TOKENS = -1
+"""Number of tokens of an iteration whose name does not say it."""
+
+# vLLM (its v1/worker/gpu_worker.py): tokens by context and generation, seen in 0.32. In 0.10.2 to
+# 0.14 (PRs 22496, 31193) numbers of requests only; with detailed annotations (PR 37524) tokens,
+# then sums of lengths.
+_TOKENS = r"\((?:sq)?(\d{1,12})(?:[a-z_]\w*)?\)"
+_VLLM = re.compile(rf"execute_(?:\d+_)?context_\d+{_TOKENS}_generation_(\d+){_TOKENS}$", re.ASCII)
+_VLLM_REQUESTS = re.compile(r"execute_new_(\d{1,12})_cached_(\d{1,12})$", re.ASCII)
+# SGLang (its model_executor/step_span_utils.py): ``step[EXTEND bs=<requests> toks=<tokens>]``, any
+# other forward mode with its requests, and from PR 24911 on sums of query lengths by context and
+# generation.
+_SGLANG = re.compile(r"step\[(\w+) bs=(\d{1,12})(?: toks=(\d{1,12}))?", re.ASCII)
+_SGLANG_SUMS = re.compile(r" c_sq=(\d{1,12}) .*g_sq=(\d{1,12}) ", re.ASCII)
+_WITHOUT_FORWARD = ("IDLE", "PREBUILT")
+_WITH_PROMPTS = ("MIXED", "SPLIT_PREFILL", "DLLM_EXTEND")
+
+
+class Iteration(NamedTuple):
+    """The tokens of one engine iteration; :data:`UNKNOWN_TOKENS` where its name does not say them.
+
+    Attributes:
+        prompt: Prompt tokens, which SGLang computes again after a retraction.
+        new: New tokens, one for each generating request.
+        again: Further tokens of generating requests: drafts, and what is computed again after a
+            preemption.
+    """
+
+    prompt: int
+    new: int
+    again: int = 0
+
+
+def parse_iteration(name: str) -> Iteration | None:
+    """Parse the name of an engine iteration; ``None`` for other names."""
+    if match := _VLLM.match(name):
+        generating, scheduled = int(match[2]), int(match[3])
+        return Iteration(int(match[1]), min(generating, scheduled), max(scheduled - generating, 0))
+    if match := _VLLM_REQUESTS.match(name):
+        new = UNKNOWN_TOKENS * (int(match[2]) > 0)
+        return Iteration(UNKNOWN_TOKENS * (int(match[1]) > 0), new, new)
+    if match := _SGLANG.match(name):
+        return _iteration_of(name, match[1], int(match[2]), int(match[3] or 0))
+    return None
+
+
+def _iteration_of(name: str, mode: str, requests: int, tokens: int) -> Iteration:
+    """Return the tokens of SGLang's iteration; how many drafts were kept is unknown."""
+    if not requests or mode in _WITHOUT_FORWARD:
+        return Iteration(0, 0)
+    if mode == "EXTEND":
+        return Iteration(tokens, 0)
+    if mode == "DECODE":
+        return Iteration(0, requests)
+    if sums := _SGLANG_SUMS.search(name):
+        return Iteration(int(sums[1]), int(sums[2]))
+    return Iteration(UNKNOWN_TOKENS * (mode in _WITH_PROMPTS), UNKNOWN_TOKENS, UNKNOWN_TOKENS)
+
+
+def is_strange_iteration(category: str, name: str) -> bool:
+    """Return whether an annotation seems to be of an engine's iteration, but is not understood."""
+    is_of_engine = category == "user_annotation" and bool(ENGINE_ITERATION.match(name))
+    return is_of_engine and parse_iteration(name) is None

@@ -1,0 +1,261 @@
+"""The lanes of a step, one per process and device; times are on the controller's clock."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from verl_profiling.files.step_summary import ROLLOUT
+from verl_profiling.manifest import CaptureResult, Device, Manifest, StageSpan
+from verl_profiling.slices.intervals import (
+    EMPTY,
+    Ints,
+    Spans,
+    holding,
+    intersection,
+    length,
+    spans_of,
+    subtract,
+    time_of,
+    union,
+)
+from verl_profiling.steps.kinds import Group
+from verl_profiling.steps.requests import VALIDATE, RequestRow, requests
+from verl_profiling.steps.step import Source
+
+
+@dataclass(kw_only=True, eq=False)
+class Lane:
+    """The work of one device of a process, or of the host in a process without a device.
+
+    Attributes:
+        source: The first trace of the lane.
+        paths: All traces of the lane.
+        host: Spans in which operators or runtime calls ran on the host.
+        blocked: Spans of host calls that copy, allocate or wait for the device.
+        iterations: Begin, end, and tokens (see ``Iteration``) of each iteration of a rollout
+            engine.
+        accelerator: Name of the device in the traces; ``""`` for a CPU trace.
+        on_device: Whether the work ran on a device (see :mod:`~verl_profiling.steps.kinds`).
+        is_one_of_several: Whether the process has other devices.
+        is_unknown: Whether the device's work is unknown: the trace is cut off before its first
+            event, the device was in use but not recorded, or work of the device was lost.
+        compute: Spans of computation.
+        communication: Spans of communication.
+        memory: Spans in which memory was copied or set.
+        unrecognised: Spans in which only work of unknown kind ran on the device.
+        collectives: All runs of each collective by name and process group, sorted by begin.
+        ops: Calls and self time (ns) of kernels, or of operators in a CPU trace, by stage and name.
+        stages: Runs of the worker's own stages.
+        pauses: Spans in which Python's garbage collector stopped the process.
+        observed: Time in which the lane is observed (see :mod:`~verl_profiling.slices.observed`).
+        unseen: Time in which the lane may have worked, but was not observed.
+        device: The device, if known.
+        waiting: Spans in which a collective only waited for other ranks; set when the report is
+            computed.
+        idle: Idle time by cause; set when the report is computed.
+    """
+
+    source: Source
+    paths: list[Path]
+    host: Spans
+    blocked: Spans
+    iterations: Ints
+    accelerator: str = ""
+    on_device: bool = False
+    is_one_of_several: bool = False
+    is_unknown: bool = False
+    compute: Spans = field(default_factory=lambda: EMPTY)
+    communication: Spans = field(default_factory=lambda: EMPTY)
+    memory: Spans = field(default_factory=lambda: EMPTY)
+    unrecognised: Spans = field(default_factory=lambda: EMPTY)
+    collectives: Mapping[tuple[str, Group], Spans] = field(default_factory=dict)
+    ops: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    stages: Sequence[StageSpan] = ()
+    pauses: Spans = field(default_factory=lambda: EMPTY)
+    observed: Spans = field(default_factory=lambda: EMPTY)
+    unseen: Spans = field(default_factory=lambda: EMPTY)
+    device: Device | None = None
+    waiting: Spans = field(default_factory=lambda: EMPTY)
+    idle: Mapping[str, Spans] = field(default_factory=dict)
+
+    @cached_property
+    def busy(self) -> Spans:
+        """Spans in which any work ran."""
+        return union(self.compute, self.communication, self.memory, self.unrecognised)
+
+    @property
+    def name(self) -> str:
+        """Name of the lane, with the device's name if the process has several devices."""
+        return (
+            f"{self.source.lane} {self.accelerator}" if self.is_one_of_several else self.source.lane
+        )
+
+    @property
+    def is_engine(self) -> bool:
+        """Whether the lane is a rank of a rollout engine."""
+        return self.source.replica is not None
+
+
+def _device_of(lane: Lane, worker: CaptureResult) -> Device | None:
+    """Return the device of a lane, by the device number in the trace or the rank in the replica."""
+    devices, several = worker.devices, lane.is_one_of_several
+    if len(devices) == 1 and not several:
+        return devices[0]
+    if worker.identity.is_engine and not several:
+        return devices[lane.source.rank] if lane.source.rank < len(devices) else None
+    number = re.search(r"\d+$", lane.accelerator)
+    return next((device for device in devices if number and device.index == int(number[0])), None)
+
+
+class Step:
+    """A step with its lanes, the input of all numbers of the report.
+
+    Attributes:
+        manifest: The manifest, if there is one.
+        begin_ns: Begin of the step.
+        end_ns: End of the step.
+        whole: Time of the step; without a manifest, the time in which any lane is observed.
+        workers: The results of all workers.
+        of_capture: The same of the whole capture, which may have further steps.
+        lanes: The readable lanes.
+    """
+
+    def __init__(self, manifest: Manifest | None, capture: Manifest | None = None) -> None:
+        capture = capture or manifest
+        self.manifest = manifest
+        self.workers = list(manifest.workers) if manifest else []
+        self.of_capture = list(capture.workers) if capture else []
+        self.begin_ns, self.end_ns = (manifest.begin_ns, manifest.end_ns) if manifest else (0, 0)
+        self.whole = spans_of([(self.begin_ns, self.end_ns)])
+        self.lanes: list[Lane] = []
+
+    def add(self, lane: Lane) -> None:
+        """Add a lane, with its stages and its device from the manifest."""
+        self.lanes.append(lane)
+        if self.manifest is None:
+            self.whole = union(self.whole, lane.observed)
+            edges = self.whole.reshape(-1).tolist() or [0]
+            self.begin_ns, self.end_ns = edges[0], edges[-1]
+        lane.observed = EMPTY if lane.is_unknown else intersection(self.whole, lane.observed)
+        worker = self.worker_of(lane.source)
+        if worker is None:
+            return
+        # Engines compute in other processes than the one that records pauses.
+        lane.stages, lane.pauses = (
+            worker.stages,
+            EMPTY if lane.is_engine else time_of(worker.pauses),
+        )
+        lane.device = _device_of(lane, worker)
+        at_work = self.during(ROLLOUT, VALIDATE) if lane.is_engine else time_of(lane.stages)
+        lane.unseen = subtract(intersection(at_work, self.whole), lane.observed)
+
+    def worker_of(self, source: Source) -> CaptureResult | None:
+        """Return the worker that recorded a trace;
+        replicas on several nodes have several workers.
+        """
+        named = [worker for worker in self.workers if worker.name == source.worker]
+        recorded = (w for w in named if any(a.lane == source.lane for a in w.artifacts))
+        return next(recorded, named[0] if named else None)
+
+    def cut_off(self, span: StageSpan) -> bool:
+        """Return whether the capture ended before the stage,
+        so that the stage's duration is unknown.
+        """
+        return span.failed and span.end_ns >= self.end_ns
+
+    def stages_of(self, source: Source) -> list[StageSpan]:
+        """Return the outermost stages of a trace in order: stages of the worker,
+        else of the controller.
+        """
+        worker = self.worker_of(source)
+        own = [span for span in worker.stages if span.depth == 0] if worker else []
+        outer = own or [span for span in self.stages if span.depth == 0]
+        return sorted(outer, key=lambda span: span.begin_ns)
+
+    def unrecorded_device(self, source: Source) -> str:
+        """Return the kind of the device that a lane used but did not record; empty if there is
+        none.
+
+        The device of an engine without requests was not in use.
+        """
+        worker = self.worker_of(source)
+        if worker is None or (
+            source.replica is not None and worker.requests_logged and not worker.requests
+        ):
+            return ""
+        of_lane = (artifact for artifact in worker.artifacts if artifact.lane == source.lane)
+        return next((a.unrecorded_device for a in of_lane if a.unrecorded_device), "")
+
+    @property
+    def span_ns(self) -> int:
+        """Duration of the step, without the time between recordings of plain traces."""
+        return length(self.whole)
+
+    @cached_property
+    def stages(self) -> list[StageSpan]:
+        """The controller's stages, in order of begin."""
+        return sorted(self.manifest.stages if self.manifest else [], key=lambda span: span.begin_ns)
+
+    @cached_property
+    def requests(self) -> list[RequestRow]:
+        """The requests of all replicas."""
+        return requests(self.manifest) if self.manifest else []
+
+    def queued(self, replica: int | None) -> Spans:
+        """Return the time in which a replica has requests, of which none runs.
+
+        Requests from before the log may run all the time.
+        """
+        queued: list[tuple[int, int]] = []
+        running: list[tuple[int, int]] = []
+        for worker in self.of_capture:
+            if worker.identity.replica == replica:
+                running += [(since_ns, self.end_ns) for since_ns in worker.pending_since_ns]
+            for request in worker.requests:
+                if request.replica == replica:
+                    for name, begin_ns, end_ns in request.parts():
+                        (queued if name == "queued" else running).append((begin_ns, end_ns))
+        return subtract(spans_of(queued), spans_of(running))
+
+    def during(self, *names: str) -> Spans:
+        """Return the time in which the controller was in one of these stages; without names,
+        in any stage.
+        """
+        return time_of(self.stages, *names)
+
+    @cached_property
+    def pending(self) -> list[int]:
+        """The replicas with requests that were open at the end of the step."""
+        return [
+            worker.identity.replica
+            for worker in self.workers
+            if worker.identity.replica is not None
+            and any(since_ns < self.end_ns for since_ns in worker.pending_since_ns)
+        ]
+
+    @cached_property
+    def served(self) -> dict[int, Spans]:
+        """Time in which each replica had an unfinished request, if requests were logged.
+
+        Requests sent before the log began are not in it. Engine iterations outside all logged
+        requests are taken as theirs.
+        """
+        runs: dict[int, list[tuple[int, int]]] = {}
+        for worker in self.of_capture:
+            if worker.requests_logged and worker.identity.replica is not None:
+                open_runs = [(since_ns, self.end_ns) for since_ns in worker.pending_since_ns]
+                runs.setdefault(worker.identity.replica, []).extend(open_runs)
+            for request in worker.requests:
+                runs.setdefault(request.replica, []).append((request.begin_ns, request.end_ns))
+        served = {replica: spans_of(pairs) for replica, pairs in runs.items()}
+        for lane in self.lanes:
+            if (replica := lane.source.replica) in served:
+                outside = ~holding(served[replica], lane.iterations[:, 0])
+                last_ns = int(lane.iterations[outside, 1].max(initial=self.begin_ns))
+                before = spans_of([(self.begin_ns, last_ns)])
+                served[replica] = union(served[replica], before)
+        return served

@@ -1,0 +1,155 @@
+"""The requests of a step: one row each, and the span of a trajectory that sent it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from verl_profiling.manifest import Manifest, Request
+from verl_profiling.steps.records import GENERATE, Records
+
+
+def requests_by_id(manifest: Manifest) -> dict[str, list[Request]]:
+    """Return the requests by their id, sorted by begin; requests without an id are left out."""
+    found: dict[str, list[Request]] = {}
+    for worker in manifest.workers:
+        for request in worker.requests:
+            if request.id:
+                found.setdefault(request.id, []).append(request)
+    for served in found.values():
+        served.sort(key=_begin)
+    return found
+
+
+def joined(
+    spans: Iterable[tuple[int, str, int, int]], requests: Mapping[str, list[Request]]
+) -> dict[int, Request]:
+    """Return the request of each span, by the span's number; spans without a request are left out.
+
+    Several requests may have the span's request id, e.g. after a retry. The candidates are the last
+    request before the span's begin and the first request after it; the larger overlap decides.
+
+    Args:
+        spans: (number, request id, begin, end) of each span, in unix ns.
+        requests: The requests by id, sorted by begin.
+    """
+    found = {}
+    for number, id, begin, end in spans:
+        served = requests.get(id, [])
+        place = bisect_left(served, begin, key=_begin)
+        near = served[max(place - 1, 0) : place + 1]
+        common = (
+            (min(one.end_ns, end) - max(one.begin_ns, begin), at) for at, one in enumerate(near)
+        )
+        overlap, best = max(common, default=(-1, 0))
+        if overlap >= 0:
+            found[number] = near[best]
+    return found
+
+
+def _begin(request: Request) -> int:
+    return request.begin_ns
+
+
+VALIDATE = "validate"
+"""Name of the validation stage."""
+
+
+def requests(manifest: Manifest) -> list[RequestRow]:
+    """Return the requests of every replica, on the controller's clock."""
+    validations = [span for span in manifest.stages if span.name == VALIDATE]
+    rows = []
+    for worker, request in [(one, request) for one in manifest.workers for request in one.requests]:
+        known: dict[str, Any] = {
+            name.replace("_ns", "_us"): _since(manifest.begin_ns, value)
+            if name.endswith("_ns")
+            else value
+            for name, value in msgspec.structs.asdict(request).items()
+        }
+        row = RequestRow(
+            **known,
+            worker=worker.name,
+            latency_us=(request.end_ns - request.begin_ns) / 1000,
+            to_first_token_us=_since(request.begin_ns, request.first_token_ns),
+            per_token_us=per_token_us(request),
+            validate=any(span.begin_ns <= request.begin_ns < span.end_ns for span in validations),
+        )
+        rows.append(row)
+    return rows
+
+
+def _since(begin_ns: int, time_ns: int) -> float | None:
+    return (time_ns - begin_ns) / 1000 if time_ns else None
+
+
+def per_token_us(request: Request) -> float | None:
+    """Return the mean time per response token (us), without the first token,
+    which is part of prefill.
+    """
+    if not request.first_token_ns or request.response_tokens < 2:
+        return None
+    decode_ns = (request.last_token_ns or request.end_ns) - request.first_token_ns
+    return decode_ns / 1000 / (request.response_tokens - 1)
+
+
+class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One inference request that ended during the capture of its replica.
+
+    Requests are a table of their own, not part of the report: a step may have 100,000.
+
+    Attributes:
+        worker: Name of the replica, e.g. ``rollout0``.
+        replica: Index of the replica.
+        begin_us: Time of sending, relative to the begin of the step, like all times of a request.
+        first_token_us: Time of the first token in the engine, or else of the first output at the
+            sender; ``None`` if neither is known.
+        end_us: Time of the complete response.
+        latency_us: From sending to the complete response.
+        prompt_tokens: Length of the prompt.
+        response_tokens: Length of the response.
+        id: Request id in the engine; empty if unknown.
+        arrival_us: Time of arrival at the engine's scheduler, if known.
+        scheduled_us: Time at which the engine first scheduled the request, if known.
+        last_token_us: Time of the last token in the engine, if known.
+        to_first_token_us: From sending to the first token, if known.
+        per_token_us: Mean time per token after the first, if known.
+        cached_tokens: Prompt tokens from the engine's prefix cache, if known.
+        preemptions: Number of preemptions by the engine, if known.
+        policy_version: Policy version at the begin of the request, if known.
+        failed: Whether the request raised or was aborted.
+        validate: Whether the request was sent during validation.
+    """
+
+    worker: str
+    replica: int
+    begin_us: float
+    first_token_us: float | None
+    end_us: float
+    latency_us: float
+    prompt_tokens: int
+    response_tokens: int
+    id: str = ""
+    arrival_us: float | None = None
+    scheduled_us: float | None = None
+    last_token_us: float | None = None
+    to_first_token_us: float | None = None
+    per_token_us: float | None = None
+    cached_tokens: int | None = None
+    preemptions: int | None = None
+    policy_version: int | None
+    failed: bool
+    validate: bool = False
+
+
+def requests_of(records: Records, manifest: Manifest) -> dict[int, Request]:
+    """Return the engine's request of each ``generate`` span, by the number of the span."""
+    spans = records.spans
+    generates = (
+        (number, id, int(spans.begin[number]), int(spans.end[number]))
+        for number, id in records.requests.items()
+        if records.names[spans.name[number]] == GENERATE
+    )
+    return joined(generates, requests_by_id(manifest))

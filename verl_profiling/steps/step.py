@@ -1,0 +1,360 @@
+"""The input of the analysis: the traces of one step, and the paths of its results."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from verl_profiling.files.opener import named_file
+from verl_profiling.files.run_files import recorded_folder
+from verl_profiling.files.trajectory_log import LOG_SUFFIX
+from verl_profiling.identity import step_folder_name
+from verl_profiling.manifest import (
+    MAX_NS,
+    Artifact,
+    CaptureResult,
+    Manifest,
+    Rpc,
+    StageSpan,
+    StepSpan,
+    ToolSpan,
+)
+from verl_profiling.steps.trace import Event, Limits
+
+_ROLE_ORDER = (
+    "controller",
+    "actor",
+    "critic",
+    "ref",
+    "reward",
+    "rollouter",
+    "agent_loop",
+    "rollout",
+)
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """One file of one lane: a trace or a trajectory log.
+
+    Attributes:
+        path: The file.
+        lane: Lane of the file, e.g. ``actor_rank0``.
+        worker: Name of the worker (``rollout0`` for each lane of a replica).
+        role: Role of the worker.
+        rank: Rank inside the role, or inside the replica.
+        replica: Index of the rollout replica.
+        topology: Coordinates in named parallel dimensions.
+        offset_ns: Clock offset: time in the file minus time on the controller's clock.
+        stage: The recorded stage, in discrete mode.
+        begin_ns: Begin of the first event (unix ns), for a file without a manifest.
+        recorded_ns: Begin and end of the recording in the manifest (unix ns on the controller's
+            clock); 0 if unknown.
+        pids: Ids of the lane's processes in the file; empty for all processes.
+        where: ``host:path`` of a file on another host's own file system, which a Ray task reads;
+            ``path`` is its path if it were in the step folder.
+        artifact: Path of the artifact of that file, relative to the step folder.
+        capture_id: The capture to which that file belongs.
+    """
+
+    path: Path
+    lane: str
+    worker: str
+    role: str
+    rank: int = 0
+    replica: int | None = None
+    topology: dict[str, int] = {}
+    offset_ns: int = 0
+    stage: str | None = None
+    begin_ns: int = 0
+    recorded_ns: tuple[int, int] = (0, 0)
+    pids: frozenset[int] = frozenset()
+    where: str = ""
+    artifact: str = ""
+    capture_id: str = ""
+
+    @property
+    def host_clock(self) -> str:
+        """The host on whose clock the times are, if its offset is not measured; else ``""``."""
+        return ""
+
+    @property
+    def host(self) -> str:
+        """The only host that has the file; ``""`` for a file that is visible here."""
+        return self.where.partition(":")[0]
+
+    @property
+    def file(self) -> Path:
+        """The file to open, on its host; the uncompressed file if only that exists.
+
+        Raises:
+            TraceFormatError: This run did not record the file on its host.
+        """
+        if not self.where:
+            return self.path
+        folder = recorded_folder(self.where, self.artifact, self.worker, self.capture_id)
+        file = named_file(folder, self.artifact)
+        raw = file.with_name(file.name.removesuffix(".gz"))
+        return raw if raw.exists() and not file.exists() else file
+
+    @property
+    def is_log(self) -> bool:
+        """Whether the file is a trajectory log."""
+        return self.path.name.endswith(LOG_SUFFIX)
+
+    @property
+    def title(self) -> str:
+        """Name of the lane in the timeline: ``actor_rank1 [tp1 pp0]``."""
+        where = " ".join(f"{dimension}{index}" for dimension, index in self.topology.items())
+        return f"{self.lane} [{where}]" if where else self.lane
+
+
+def sorted_sources(sources: Iterable[Source]) -> list[Source]:
+    """Return sources sorted by role, replica, rank and file name."""
+
+    def key(source: Source) -> tuple[int, str, int, int, str]:
+        order = _ROLE_ORDER.index(source.role) if source.role in _ROLE_ORDER else len(_ROLE_ORDER)
+        return order, source.role, source.replica or 0, source.rank, source.path.name
+
+    return sorted(sources, key=key)
+
+
+GRAPH_CAPTURE = "graph_capture"
+"""Role of traces that were recorded while an engine captured graphs: launches run nothing,
+so no step.
+"""
+
+TIMELINE_NAME = "timeline.json.gz"
+TIMELINE_MARK = "verlProfilingTimeline"
+"""Top-level JSON key of merged timelines, which traces do not have."""
+
+_LABEL = 80
+
+
+class StepInputs(msgspec.Struct, kw_only=True):
+    """The files and the manifest of one step.
+
+    Attributes:
+        directory: Folder for the results.
+        step: Number of the step, if known.
+        manifest: The manifest, if there is one; all its times are on the controller's clock.
+        capture: Manifest of the whole capture, if the capture has several steps.
+        files: Traces and logs of trajectories, sorted by lane.
+        absent: Sentences on artifacts and workers that are missing.
+        notes: Sentences on files that were left out, and on clocks.
+        limits: Limits on reading each trace.
+        communication: Regular expressions of further communication kernels.
+        ray: Address of the Ray cluster that reads the files; ``None`` for this host.
+        unfinished: Reason why the capture has no end, e.g. that the job still runs; empty for a
+            complete capture.
+        name: Path of a single plain trace, shown after the step's number.
+        label: Part of result names, if several steps share ``directory``, e.g. ``step_000012``.
+    """
+
+    directory: Path
+    step: int | None = None
+    manifest: Manifest | None = None
+    capture: Manifest | None = None
+    files: list[Source] = []
+    absent: list[str] = []
+    notes: list[str] = []
+    unfinished: str = ""
+    limits: Limits = Limits()
+    communication: tuple[str, ...] = ()
+    ray: str | None = None
+    name: str = ""
+    label: str = ""
+
+    @property
+    def sources(self) -> list[Source]:
+        """The traces."""
+        return [file for file in self.files if not file.is_log]
+
+    @property
+    def logs(self) -> list[Source]:
+        """The trajectory logs."""
+        return [file for file in self.files if file.is_log]
+
+    @property
+    def title(self) -> str:
+        """``step 12``, else the name of the single trace, else the name of the folder."""
+        step = f"step {self.step}" if self.step is not None else ""
+        return ", ".join(filter(None, (step, self.name))) or self.directory.resolve().name
+
+    def output(self, name: str, selection: str = "") -> Path:
+        """Return the path of a result of this step.
+
+        Args:
+            name: Usual file name of the result, e.g. ``timeline.json.gz``.
+            selection: Label of the part of the step in the result, e.g. ``ranks_0``; empty for all.
+        """
+        stem, _, suffix = name.partition(".")
+        return self.directory / ".".join(
+            filter(None, (stem, self.label, short_label(selection), suffix))
+        )
+
+
+def short_label(text: str) -> str:
+    """Return a text as part of a file name, with at most 80 characters;
+    a hash replaces lost characters.
+    """
+    label = re.sub(r"[^\w.,+-]", "_", text)
+    if label == text and len(label) <= _LABEL:
+        return label
+    return (
+        f"{label[: _LABEL - 9]}_{sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}"
+    )
+
+
+class Keep(msgspec.Struct, frozen=True, kw_only=True):
+    """A selection of events, all by default. Names of threads are always kept.
+
+    Attributes:
+        min_us: Complete events (``ph == "X"``) shorter than this are dropped.
+        windows_ns: Events outside all of these intervals (unix ns, controller's clock) are dropped;
+            empty for no limit.
+    """
+
+    min_us: float = 0.0
+    windows_ns: tuple[tuple[int, int], ...] = ()
+
+    def holds(self, begin_ns: int, end_ns: int) -> bool:
+        """Return whether a span (unix ns on the controller's clock) is kept."""
+        took_ns = end_ns - begin_ns
+        is_long = took_ns >= self.min_us * 1000
+        return is_long and (not self.windows_ns or _overlaps(begin_ns, took_ns, self.windows_ns))
+
+    def select(self, events: list[Event], base_ns: int) -> list[Event]:
+        """Return the selected events.
+
+        Args:
+            events: Events of one trace.
+            base_ns: Time of the trace's ``ts == 0`` (unix ns, controller's clock).
+        """
+        if self.min_us:
+            events = [e for e in events if e.ph != "X" or (e.dur or 0.0) >= self.min_us]
+        if self.windows_ns:
+            windows = [
+                ((begin - base_ns) / 1000, (end - base_ns) / 1000) for begin, end in self.windows_ns
+            ]
+            events = [
+                e for e in events if e.ph == "M" or _overlaps(e.ts or 0.0, e.dur or 0.0, windows)
+            ]
+        return events
+
+
+def _overlaps(begin: float, took: float, windows: Iterable[tuple[float, float]]) -> bool:
+    return any(begin < last and begin + took >= first for first, last in windows)
+
+
+def one_by_one(inputs: StepInputs) -> list[StepInputs]:
+    """Split the inputs of a continuous capture by step; inputs of a single step are returned
+    unchanged.
+
+    A stage that crosses the end of a step is split. A request belongs to the step in which it
+    begins. Work between two steps, such as validation, belongs to neither.
+    """
+    manifest = inputs.manifest
+    if manifest is None or len(manifest.step_spans) < 2 or not _in_order(manifest.step_spans):
+        return [inputs]
+    *before, last = manifest.step_spans
+    if (
+        manifest.state != "written"
+    ):  # the process was killed in the last step, so its end is not recorded
+        last = msgspec.structs.replace(last, end_ns=max(last.end_ns, manifest.end_ns))
+        manifest = msgspec.structs.replace(manifest, step_spans=[*before, last])
+    return [_of_step(inputs, manifest, index) for index in range(len(manifest.step_spans))]
+
+
+def _in_order(spans: Sequence[StepSpan]) -> bool:
+    """Return whether the steps do not overlap; only then can the capture be split."""
+    follows = (a.step < b.step and a.end_ns <= b.begin_ns for a, b in pairwise(spans))
+    return all(follows) and all(span.begin_ns <= span.end_ns for span in spans)
+
+
+def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
+    span, *later = whole.step_spans[index:]
+    begin_ns, end_ns = span.begin_ns, span.end_ns
+    since_ns = begin_ns if index else 0
+    next_ns = later[0].begin_ns if later else MAX_NS
+
+    def drives(begun: ToolSpan | Rpc) -> bool:
+        """Return whether a tool span or RPC belongs to this step: the last before it,
+        else the first.
+        """
+        return since_ns <= begun.begin_ns < next_ns
+
+    def clipped(stages: Iterable[StageSpan]) -> list[StageSpan]:
+        parts = (
+            (stage, max(stage.begin_ns, begin_ns), min(stage.end_ns, end_ns)) for stage in stages
+        )
+        return [
+            msgspec.structs.replace(stage, begin_ns=first, end_ns=last)
+            for stage, first, last in parts
+            if first < last or begin_ns <= stage.begin_ns == stage.end_ns < end_ns
+        ]
+
+    def is_outside(stage: StageSpan) -> bool:
+        """Return whether a stage ran before the first step, or between this step and the next."""
+        return since_ns < stage.end_ns <= begin_ns or end_ns <= stage.begin_ns < next_ns
+
+    def is_of_step(artifact: Artifact) -> bool:
+        return not artifact.end_ns or (artifact.begin_ns < end_ns and artifact.end_ns > begin_ns)
+
+    def part_of(worker: CaptureResult) -> CaptureResult:
+        return msgspec.structs.replace(
+            worker,
+            step=span.step,
+            stages=clipped(worker.stages),
+            pauses=clipped(worker.pauses),
+            tool_spans=list(filter(drives, worker.tool_spans)),
+            requests=[
+                request for request in worker.requests if begin_ns < request.end_ns <= end_ns
+            ],
+            artifacts=list(filter(is_of_step, worker.artifacts)),
+        )
+
+    around = sorted((*whole.outside, *whole.stages), key=lambda stage: stage.begin_ns)
+    manifest = msgspec.structs.replace(
+        whole,
+        step=span.step,
+        steps=[span.step],
+        step_spans=[span],
+        policy_version=span.policy_version,
+        begin_ns=begin_ns,
+        end_ns=end_ns,
+        complete=whole.complete or bool(later),
+        stages=clipped(whole.stages),
+        pauses=clipped(whole.pauses),
+        outside=list(filter(is_outside, around)),
+        rpcs=list(filter(drives, whole.rpcs)),
+        workers=list(map(part_of, whole.workers)),
+        metrics=span.metrics,
+    )
+    recorded = {
+        (worker.name, artifact.path) for worker in manifest.workers for artifact in worker.artifacts
+    }
+    return msgspec.structs.replace(
+        inputs,
+        step=span.step,
+        manifest=manifest,
+        capture=whole,
+        files=[
+            file for file in inputs.files if file.is_log or (file.worker, file.artifact) in recorded
+        ],
+        label=step_folder_name(span.step),
+    )
+
+
+_SLACK_NS = 3_600_000_000_000  # the clock starts an hour before the step, so that no ts is negative
+
+
+def zero_ns(begin_ns: int) -> int:
+    """Return the unix time (ns) of ``ts == 0`` in the timeline of a step that begins
+    at ``begin_ns``.
+    """
+    return max(begin_ns - _SLACK_NS, 0) // 1_000_000_000 * 1_000_000_000
