@@ -34,7 +34,6 @@ OTHERS = {
     "cli os.open": "the null device",
     "clock Path('/proc/sys/kernel/random/boot_id').read_text": "of the kernel",
     "identity Path(f'/proc/{pid}/stat').read_text": "of the kernel",
-    "watch.hangs Path(f'/proc/{process.pid}/stat').read_text": "of the kernel",
     "watch.hangs path.read_text": "of the kernel",
     "files.memory os.open": "of the kernel",
     "files.memory own.read_text": "of the kernel",
