@@ -173,15 +173,15 @@ def probe_methods(inner: bool) -> None:
 
 def probe_requests() -> None:
     """Time what the watching of a request adds to its beginning."""
-    rollout = import_module("verl_profiling.workers.rollout")
-    watch = vars(rollout)["watch_vllm"]
+    vllm = import_module("verl_profiling.engines.vllm")
+    watch = vars(vllm)["watch_vllm"]
 
     def probed_watch(engine: Any, log: Any) -> None:
         engine.generate = timed("generate", engine.generate, inner=True)
         watch(engine, log)
         engine.generate = timed("generate", engine.generate, inner=False)
 
-    vars(rollout)["watch_vllm"] = probed_watch
+    vars(vllm)["watch_vllm"] = probed_watch
 
 
 def probe_pauses() -> None:

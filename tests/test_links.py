@@ -44,8 +44,7 @@ OTHERS = {
     "name).read_text": "of the package",
     "steps.databases sqlite3.connect": "SQLite opens by name; it is opened and checked "
     "right before",
-    "engines.recorder shutil.move": "a folder of torch_npu is renamed; the engine writes it "
-    "by name",
+    "tools.npu shutil.move": "a folder of torch_npu is renamed; the engine writes it by name",
     "files.remote self._fs.put_file": "file systems of fsspec read by name, from a private "
     "staging folder",
 }

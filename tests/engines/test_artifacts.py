@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from verl_profiling.engines.recorder import output_of
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 
@@ -18,7 +17,7 @@ def finished(raw: Path, folder: Path) -> Artifact:
     expected = Artifact(
         path="rollout0_rank0.torch.json.gz", lane="rollout0_rank0", tool="torch", status="missing"
     )
-    output = output_of(raw, folder, expected, TorchTool(TorchOptions()))
+    output = TorchTool(TorchOptions()).engine_output(raw, folder / expected.path, expected, "cpu")
     assert not raw.exists()
     assert output.artifact.status == "pending"
     return output.finish()

@@ -18,8 +18,8 @@ from tests.integrations.wheels import sources
 from tests.npu import artifacts_of, engine_sources, outcomes_of
 from verl_profiling import ConfigError, ProfilingConfig
 from verl_profiling.analysis import CapturedStep
-from verl_profiling.engines import adapter, vllm
-from verl_profiling.engines.adapter import engine_tool, rank_of_recording
+from verl_profiling.engines import adapter, adapter_named, vllm
+from verl_profiling.engines.adapter import rank_of_recording
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.steps.inputs import find_steps
@@ -55,12 +55,12 @@ def settings(**fields: Any) -> ProfilingConfig:
 @pytest.mark.parametrize(
     ("engine", "options", "key", "remedy"),
     [
-        ("vLLM", {"stack": True}, "stack", "stack=false"),
-        ("vLLM", {"level": "level0"}, "level", "level=level1"),
-        ("vLLM", {"activities": ["npu"]}, "activities", "activities=[cpu,npu]"),
-        ("SGLang", {"memory": True}, "memory", "memory=false"),
-        ("SGLang", {"level": "level2"}, "level", "level=level1"),
-        ("SGLang", {"mini_batches": {"active": 1}}, "mini_batches", "mini_batches=null"),
+        ("vllm", {"stack": True}, "stack", "stack=false"),
+        ("vllm", {"level": "level0"}, "level", "level=level1"),
+        ("vllm", {"activities": ["npu"]}, "activities", "activities=[cpu,npu]"),
+        ("sglang", {"memory": True}, "memory", "memory=false"),
+        ("sglang", {"level": "level2"}, "level", "level=level1"),
+        ("sglang", {"mini_batches": {"active": 1}}, "mini_batches", "mini_batches=null"),
     ],
 )
 def test_an_option_that_an_engine_does_not_have_is_refused(
@@ -68,7 +68,7 @@ def test_an_option_that_an_engine_does_not_have_is_refused(
 ) -> None:
     """The key is named, and what to set for the engine alone."""
     with pytest.raises(ConfigError) as caught:
-        engine_tool(settings(tools={"npu": options}).for_role("rollout"), engine)
+        adapter_named(engine).tool_of(settings(tools={"npu": options}).for_role("rollout"))
     assert caught.value.key == f"tools.npu.{key}"
     assert f"set roles.rollout.tools.npu.{remedy}" in str(caught.value)
 

@@ -9,8 +9,8 @@ from example_loops import request
 
 from verl_profiling import CaptureStateError, ConfigError, ProfilingConfig
 from verl_profiling.capture.protocol import CaptureRequest
+from verl_profiling.engines import EngineAdapter, adapter_named
 from verl_profiling.engines import recorder as recorders
-from verl_profiling.engines.adapter import EngineAdapter, engine_tool
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
@@ -28,6 +28,7 @@ class Engine(EngineAdapter):
     name = "noting"
     window = RolloutOptions()
     ranks = 2
+    spool = Path("none")
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -121,4 +122,4 @@ def test_nsys_records_an_engine_alone() -> None:
     """Another tool in an engine's processes is refused by name."""
     config = ProfilingConfig.from_any({"enable": True, "tool": ["nsys", "torch_memory"]})
     with pytest.raises(ConfigError, match=r"do not record with nsys and torch_memory"):
-        engine_tool(config.for_role("rollout"), "vLLM")
+        adapter_named("vllm").tool_of(config.for_role("rollout"))

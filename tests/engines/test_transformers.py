@@ -9,7 +9,7 @@ import pytest
 
 from tests.engines.contract import EngineContract, finished, request, spans, stop
 from verl_profiling.capture.session import stage
-from verl_profiling.engines.request_log import watch_transformers
+from verl_profiling.engines.transformers import watch_transformers
 from verl_profiling.errors import ConfigError
 from verl_profiling.watch.sums import Busy, StageSums
 from verl_profiling.workers import CaptureMixin, RequestLog, RolloutCaptureMixin

@@ -13,7 +13,6 @@ import pytest
 from step_folders import build_step, rewrite_worker
 
 from verl_profiling.analysis import open_step
-from verl_profiling.engines.recorder import output_of
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.manifest import Artifact
 from verl_profiling.report.model import Report
@@ -104,9 +103,8 @@ def test_an_engines_trace_says_so_too(
     expected = Artifact(
         path="rollout0_rank0.torch.json.gz", lane="rollout0_rank0", tool="torch", status="missing"
     )
-    output = output_of(
-        raw, tmp_path, expected, TorchTool(TorchOptions(activities=activities)), device
-    )
+    tool = TorchTool(TorchOptions(activities=activities))
+    output = tool.engine_output(raw, tmp_path / expected.path, expected, device)
     artifact = output.finish()
     assert (artifact.status, artifact.unrecorded_device) == ("ok", "cuda" if said else "")
 

@@ -1,1 +1,36 @@
-"""Adapters of rollout engines, one per engine. Importing this package imports no engine."""
+"""Rollout engines by the name of their package. Importing this package imports no engine.
+
+A new engine needs one module with an adapter, and one line in ``ENGINES``.
+"""
+
+from __future__ import annotations
+
+from pkgutil import resolve_name
+from typing import Any, cast
+
+from verl_profiling.engines.adapter import EngineAdapter
+
+__all__ = ["ENGINES", "EngineAdapter", "adapter_named", "adapter_of"]
+
+ENGINES = {
+    "vllm": "verl_profiling.engines.vllm:VLLMAdapter",
+    "sglang": "verl_profiling.engines.sglang:SGLangAdapter",
+    "transformers": "verl_profiling.engines.transformers:TransformersAdapter",
+}
+
+
+def adapter_named(package: str) -> type[EngineAdapter]:
+    """Return the adapter class of an engine by the name of its package."""
+    return cast("type[EngineAdapter]", resolve_name(ENGINES[package]))
+
+
+def adapter_of(engine: Any) -> type[EngineAdapter] | None:
+    """Return the adapter class of an engine: by the packages of the object's class and base
+    classes, or because the adapter accepts the object; ``None`` for an unknown engine.
+    """
+    packages = {base.__module__.partition(".")[0] for base in type(engine).__mro__}
+    for package in ENGINES:
+        adapter = adapter_named(package)
+        if package in packages or adapter.accepts(engine):
+            return adapter
+    return None

@@ -1,5 +1,6 @@
-"""The interface of an engine adapter: all code for the API and versions of one engine is in its
-adapter.
+"""The interface of an engine adapter, which third parties may implement.
+
+All code for the API and versions of one engine is in its adapter.
 
 On an Ascend NPU, the processes of an engine record with torch_npu, which writes a folder per rank.
 The engine sets most options of torch_npu; docs/engines.md lists the options that remain.
@@ -13,42 +14,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 from uuid import uuid4
 
 import msgspec
 
 from verl_profiling.capture.protocol import CaptureRequest, cannot_be_had
+from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import ConfigError
+from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.settings.rollout import RolloutOptions
+from verl_profiling.tools import TOOLS, Tool
 from verl_profiling.tools.base import remove_folder
-from verl_profiling.tools.npu import NpuTool
-from verl_profiling.tools.nsys import NsysTool
-from verl_profiling.tools.torch_profiler import TorchTool
 
 SPOOL_PARENT = ".engines"
 
-EngineTool = TorchTool | NpuTool | NsysTool
-"""The tools that can record in an engine's own processes."""
-
-ENGINE_OPTIONS: dict[tuple[str, str], dict[str, tuple[object, ...]]] = {
-    ("vLLM", "npu"): {
-        "activities": (["cpu", "npu"],),
-        "level": ("level1",),
-        "aic_metrics": ("PipeUtilization", None),
-        "stack": (False,),
-        "shapes": (False,),
-    },
-    ("SGLang", "npu"): {
-        "level": ("level1",),
-        "aic_metrics": ("PipeUtilization", None),
-        "memory": (False,),
-        "modules": (False,),
-    },
-    ("SGLang", "torch"): {"memory": (False,)},
-}
-"""Allowed values of restricted options by engine and tool; messages suggest the last value."""
+OptionValues = Mapping[str, tuple[object, ...]]
+"""Allowed values of restricted options; messages suggest the last value."""
 
 _INFO = re.compile(r"profiler_info_(\d+)\.json")
 
@@ -56,8 +39,19 @@ _INFO = re.compile(r"profiler_info_(\d+)\.json")
 class EngineAdapter(ABC):
     """Starts and stops the profiler of an engine that records in processes of its own.
 
+    The class methods answer before an engine is started, and for engines that compute in this
+    process, which the session records: an adapter of such engines has no instances.
+
+    Args:
+        engine: The engine.
+        config: All settings.
+        identity: The replica.
+        tool: The tool that records the engine.
+
     Attributes:
         name: Name of the engine.
+        profilers: The profilers of the engine by ``Tool.engine_profiler``, each with the allowed
+            values of restricted options.
         window: The part of a rollout to record.
         spool: Folder into which the engine writes its traces of all steps.
         ranks: Number of ranks that write a trace.
@@ -66,11 +60,129 @@ class EngineAdapter(ABC):
     """
 
     name: ClassVar[str]
+    profilers: ClassVar[Mapping[str, OptionValues]] = {}
     window: RolloutOptions
     spool: Path
-    ranks: int
-    device: str
+    ranks: int = 1
+    device: str = "cuda"
     device_numbers: Sequence[int] = ()
+
+    def __init__(
+        self, engine: Any, config: ProfilingConfig, identity: WorkerIdentity, tool: Tool
+    ) -> None:
+        self.window = config.rollout
+        self.spool = new_spool(config.local_folder)
+        self.on_npu = tool.engine_profiler == "npu"
+
+    @classmethod
+    def accepts(cls, engine: Any) -> bool:
+        """Return whether an object that is of no class of the engine's package is an engine."""
+        return False
+
+    @classmethod
+    def node_rank(cls, engine: Any) -> int:
+        """Return the index of this node in a replica that spans several nodes."""
+        return 0
+
+    @classmethod
+    def computes_here(cls, engine: Any) -> bool:
+        """Return whether an engine computes in this process, and so is recorded by the session."""
+        return False
+
+    @classmethod
+    def watch(cls, engine: Any, log: RequestLog, identity: WorkerIdentity) -> None:
+        """Log the requests of an engine by wrapping its methods.
+
+        Raises:
+            CaptureStateError: The engine is not whole.
+        """
+
+    @classmethod
+    def engine_args(cls, config: ProfilingConfig, role: str) -> dict[str, Any]:
+        """Return the arguments of the engine's constructor that allow captures.
+
+        Raises:
+            ConfigError: The installed engine does not support one of the options.
+            ToolUnavailableError: The engine is not installed.
+        """
+        return {}
+
+    @classmethod
+    def check(
+        cls, tool: Tool, window: RolloutOptions, role: str, arguments: Mapping[str, Any]
+    ) -> None:
+        """Refuse settings that no version of the engine supports, before an engine is started.
+
+        Args:
+            tool: The tool that records the engine.
+            window: The part of a rollout to record.
+            role: Role of the server.
+            arguments: Arguments of the engine's constructor, as far as they are known.
+
+        Raises:
+            ConfigError: The engine does not support the settings.
+        """
+        if tool.starts_process and window.start:
+            raise ConfigError(
+                "rollout.start",
+                f"{tool.name} expects a range of each rollout, and a short one would have none; "
+                "set it to 0",
+            )
+
+    @classmethod
+    def tool_of(cls, role: RoleConfig) -> Tool | None:
+        """Return the tool that records the processes of an engine, or ``None``.
+
+        Args:
+            role: Settings of the server's role.
+
+        Raises:
+            ConfigError: The engine does not support the tool or one of its options, or there are
+                two tools.
+        """
+        writing = [tool for tool in role.tools if tool.suffix]
+        if not writing:
+            return None
+        tool = writing[0]
+        if len(writing) > 1 or tool.engine_profiler not in cls.profilers:
+            names = " and ".join(tool.name for tool in writing) + " at once" * (len(writing) > 1)
+            raise ConfigError(
+                f"roles.{role.role}.tool",
+                f"{cls.name} engines do not record with {names}; set the tool to "
+                f"{', '.join(cls.profilers)} or spans",
+            )
+        restricted = {"mini_batches": (None,), **cls.profilers[tool.engine_profiler]}
+        for option, values in restricted.items():
+            cls._check_option(tool, option, values, role.role)
+        return tool
+
+    @classmethod
+    def _check_option(cls, tool: Tool, option: str, values: tuple[object, ...], role: str) -> None:
+        value = getattr(tool.options, option, values[-1])
+        if (sorted(value) if isinstance(value, tuple) else value) in values:
+            return
+        why = f"{cls.name} sets this option itself"
+        if option == "mini_batches" or value is True:
+            why = f"{cls.name} does not record {option}"
+        if tool.engine_profiler == "npu":
+            why += " on an NPU"
+        neutral = msgspec.json.encode(values[-1]).decode().replace('"', "")
+        refuse_option(tool, role, option, neutral, why)
+
+    @classmethod
+    def check_device(cls, tool: Tool, device: str, role: str) -> None:
+        """Check that a tool can record on the device of an engine: ``npu`` on an NPU, the others
+        elsewhere.
+
+        Raises:
+            ConfigError: The tool cannot record there.
+        """
+        if (device == "npu") != (tool.engine_profiler == "npu"):
+            right = "npu" if device == "npu" else "torch"
+            raise ConfigError(
+                f"roles.{role}.tool",
+                f"{tool.name} records nothing of {cls.name} on {device}; set tool {right}",
+            )
 
     @abstractmethod
     async def start(self) -> None:
@@ -133,43 +245,6 @@ def new_spool(folder: Path) -> Path:
     return folder / SPOOL_PARENT / uuid4().hex[:12]
 
 
-def engine_tool(role: RoleConfig, engine: str) -> EngineTool | None:
-    """Return the tool that records an engine's processes, or ``None``.
-
-    Args:
-        role: Settings of the server's role.
-        engine: Name of the engine.
-
-    Raises:
-        ConfigError: The engine does not support the tool or one of its options, or there are two
-            tools.
-    """
-    writing = [tool for tool in role.tools if tool.suffix]
-    if not writing:
-        return None
-    tool, lacks_it = writing[0], engine != "vLLM" and isinstance(writing[0], NsysTool)
-    if len(writing) > 1 or lacks_it or not isinstance(tool, TorchTool | NpuTool | NsysTool):
-        names = " and ".join(tool.name for tool in writing) + " at once" * (len(writing) > 1)
-        raise ConfigError(
-            f"roles.{role.role}.tool",
-            f"{engine} engines do not record with {names}; set the tool to torch, npu (on "
-            "an NPU) or spans",
-        )
-    where = " on an NPU" if isinstance(tool, NpuTool) else ""
-    for name, possible in {
-        "mini_batches": (None,),
-        **ENGINE_OPTIONS.get((engine, tool.name), {}),
-    }.items():
-        value = getattr(tool.options, name, None)
-        if (sorted(value) if isinstance(value, tuple) else value) in possible:
-            continue
-        lacks = name == "mini_batches" or value is True
-        why = f"{engine} does not record {name}" if lacks else f"{engine} sets this option itself"
-        neutral = msgspec.json.encode(possible[-1]).decode().replace('"', "")
-        refuse_option(role.role, name, neutral, why + where, tool=tool.name)
-    return tool
-
-
 def refusal(config: ProfilingConfig, role: str, request: CaptureRequest, engine: str) -> str:
     """Return why an engine cannot make a capture with the tool that it was started with;
     empty if it can.
@@ -188,32 +263,17 @@ def refusal(config: ProfilingConfig, role: str, request: CaptureRequest, engine:
     return cannot_be_had(request, f"roles.{role}.tool: {engine} was started {how}")
 
 
-def check_device(tool: EngineTool, engine: str, device: str, role: str) -> None:
-    """Check that a tool can record on the device of an engine: ``npu`` on an NPU, the others
-    elsewhere.
-
-    Raises:
-        ConfigError: The tool cannot record there.
-    """
-    if (device == "npu") != isinstance(tool, NpuTool):
-        right = NpuTool.name if device == "npu" else TorchTool.name
-        raise ConfigError(
-            f"roles.{role}.tool",
-            f"{tool.name} records nothing of {engine} on {device}; set tool {right}",
-        )
-
-
-def refuse_option(
-    role: str, option: str, neutral: object, why: str, *, tool: str = TorchTool.name
-) -> NoReturn:
+def refuse_option(tool: Tool, role: str, option: str, neutral: str, why: str) -> NoReturn:
     """Refuse a tool's option that an engine does not support.
 
     Raises:
         ConfigError: Always, with the key of the option and a value that the engine supports.
     """
-    raise ConfigError(
-        f"tools.{tool}.{option}", f"{why}; set roles.{role}.tools.{tool}.{option}={neutral}"
-    )
+    name = tool.name
+    if name not in TOOLS:  # settings name it by its class
+        name = f"{type(tool).__module__}:{type(tool).__qualname__}"
+    key = f"tools.{name}.{option}"
+    raise ConfigError(key, f"{why}; set roles.{role}.{key}={neutral}")
 
 
 def is_recording(path: Path) -> bool:

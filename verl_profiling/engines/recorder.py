@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from verl_profiling.capture.finishing import finish
 from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply, result_of
 from verl_profiling.capture.result_file import NOT_STOPPED, ResultFile, Slot, measured
 from verl_profiling.capture.session import process_session
-from verl_profiling.engines.adapter import EngineAdapter, EngineTool, refusal
+from verl_profiling.engines.adapter import EngineAdapter, refusal
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.files.opener import make_folder
@@ -40,11 +40,7 @@ from verl_profiling.manifest import (
     worst_status,
 )
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
-from verl_profiling.tools.base import Output
-from verl_profiling.tools.npu import NpuTool, output_of_recording
-from verl_profiling.tools.nsys import NsysTool, process_ranges
-from verl_profiling.tools.torch_profiler import TorchTool
-from verl_profiling.tools.trace_file import CUDA, output_of_trace
+from verl_profiling.tools.base import EngineRanges, Output, Tool
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +61,13 @@ class EngineRecorder:
         config: All settings.
         requests: The request log of the replica.
         devices: The engine's devices in order of rank; empty if unknown.
+
+    Raises:
+        ToolUnavailableError: The engine was not launched under a tool that has to launch it.
     """
 
     engine: EngineAdapter
-    tool: EngineTool
+    tool: Tool
     identity: WorkerIdentity
     config: ProfilingConfig
     requests: RequestLog
@@ -78,6 +77,7 @@ class EngineRecorder:
         self._stop_s = min(
             self.config.rollout.stop_s, _SHARE_OF_TIMEOUT * self.config.timeouts.stop_s
         )
+        self._ranges = self.tool.engine_ranges()
         self._window: Window | None = None
         self._halting: asyncio.Task[list[Artifact]] | None = None
         self._in_doubt = False  # whether the engine may record although no window is open
@@ -153,13 +153,13 @@ class EngineRecorder:
         if request.keep:
             request.make_folder()
         file = self._slot.file.opened(request, role, self.identity)
-        window = Window(request, role, file, self.engine, self.tool, self.identity, ranks)
+        window = self._new_window(request, role, file, ranks)
         try:
             with measured(window.tool_spans, "start", request.stage):
                 await _while_alive(self.engine, self.engine.start())
         except BaseException as error:
             self._in_doubt = True
-            window.drop()
+            self.engine.remove_spool()
             if isinstance(
                 error, Exception
             ):  # after a cancellation, the event loop may be about to end
@@ -175,6 +175,14 @@ class EngineRecorder:
                 limit_s, self._end_by_time, window, limit_s
             )
         return window
+
+    def _new_window(
+        self, request: CaptureRequest, role: RoleConfig, file: ResultFile, ranks: Sequence[int]
+    ) -> Window:
+        parts = (request, role, file, self.engine, self.tool, self.identity, ranks)
+        if self._ranges is None:
+            return SpoolWindow(*parts)
+        return RangeWindow(*parts, self._ranges)
 
     def _settle_in_background(self) -> asyncio.Task[str | None]:
         """Stop the engine's profiler after a start or stop whose outcome is unknown."""
@@ -192,7 +200,7 @@ class EngineRecorder:
             )
             return
         self._in_doubt = False
-        if self._window is None and not isinstance(self.tool, NsysTool):
+        if self._window is None:
             self.engine.remove_spool()
 
     async def _settle(self, timeout_s: float) -> bool:
@@ -323,11 +331,8 @@ class SessionRecorder:
 
 
 @dataclass(eq=False)
-class Window:
+class Window(ABC):
     """One capture of an engine, from the start to the result.
-
-    Each rank of the engine writes a trace into the engine's spool folder. Nsight Systems writes one
-    report for all processes of a replica, which is collected after the run.
 
     Args:
         request: The capture.
@@ -342,41 +347,43 @@ class Window:
         expected: The expected artifacts.
         end_ns: Time of the end of recording (ns); 0 before.
         timer: Ends recording after ``rollout.max_window_s``.
-
-    Raises:
-        CaptureStateError: Nsight Systems would not record another range.
-        OSError: The spool folder cannot be made.
     """
 
     request: CaptureRequest
     role: RoleConfig
     file: ResultFile
     engine: EngineAdapter
-    tool: EngineTool
+    tool: Tool
     identity: WorkerIdentity
     ranks: Sequence[int]
-    end_ns: int = 0
-    timer: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
-        request, engine = self.request, self.engine
+        self.end_ns = 0
+        self.timer: asyncio.TimerHandle | None = None
         self.notes: list[str] = []
         self.tool_spans: list[ToolSpan] = []
         self.anchor = clock.read_anchor()
-        self._before: set[Path] = set()
-        lanes = [self.identity.name]
-        if isinstance(self.tool, NsysTool):
-            process_ranges().check(self.identity.name)
-        else:
-            lanes = [self.identity.lane(rank) for rank in self.ranks]
-            make_folder(engine.spool)
-            self._before = set(engine.spool.iterdir())
+        stage, occurrence = self.request.stage, self.request.occurrence
         self.expected = [
-            expected_artifact(
-                lane, self.tool.name, self.tool.suffix, request.stage, request.occurrence
-            )
-            for lane in lanes
+            expected_artifact(lane, self.tool.name, self.tool.suffix, stage, occurrence)
+            for lane in self.lanes()
         ]
+
+    @abstractmethod
+    def lanes(self) -> list[str]:
+        """Return the lane of each expected artifact."""
+
+    @abstractmethod
+    def outputs(self, expected: Sequence[Artifact], problem: str) -> list[Output]:
+        """Return the artifacts that the engine wrote, after its stop.
+
+        Args:
+            expected: The expected artifacts.
+            problem: Reason why the stop failed; empty if it succeeded.
+
+        Raises:
+            OSError: A trace cannot be moved.
+        """
 
     def opened(self) -> None:
         """Note that the engine records from now on."""
@@ -384,57 +391,73 @@ class Window:
         self.expected = [
             msgspec.structs.replace(artifact, begin_ns=now_ns) for artifact in self.expected
         ]
-        if isinstance(self.tool, NsysTool):
-            process_ranges().note_opened(Path(self.request.folder), self.expected[0].path)
 
     def gather(self, problem: str) -> list[Output]:
         """Return the artifacts with their status, after the stop of the engine.
 
+        The spool is removed with its remaining files, e.g. traces of unselected ranks.
+
         Args:
             problem: Reason why the stop failed; empty if it succeeded.
         """
-        folder = Path(self.request.folder)
         expected = [
             msgspec.structs.replace(artifact, end_ns=self.end_ns) for artifact in self.expected
         ]
         try:
-            if isinstance(self.tool, NsysTool):
-                pending = process_ranges().note_closed(
-                    expected[0], folder.parent, keep=self.request.keep
-                )
-                return [Output(expected[0].with_status("failed", problem) if problem else pending)]
-            written = self._written() if self.request.keep else {}
-            return [
-                output_of(written[rank], folder, artifact, self.tool, self.engine.device)
-                if rank in written
-                else Output(self._without_file(artifact, problem))
-                for rank, artifact in zip(self.ranks, expected, strict=True)
-            ]
+            return self.outputs(expected, problem)
         except OSError as error:
             reason = f"the trace of {self.engine.name} cannot be moved: {error}"
             logger.error("%s: step %d: %s", self.identity, self.request.step, reason)
             return [Output(artifact) for artifact in self.failed(reason)]
         finally:
-            self.drop()
-
-    def drop(self) -> None:
-        """Remove the spool with its remaining files, e.g. traces of unselected ranks."""
-        if not isinstance(self.tool, NsysTool):
             self.engine.remove_spool()
 
     def failed(self, reason: str) -> list[Artifact]:
         """Return all expected artifacts with the status ``failed``."""
-        return [one.with_status("failed", reason, end_ns=self.end_ns) for one in self.expected]
+        return [
+            artifact.with_status("failed", reason, end_ns=self.end_ns) for artifact in self.expected
+        ]
+
+
+class SpoolWindow(Window):
+    """A window in which each rank of the engine writes a file or folder into the engine's spool.
+
+    Raises:
+        OSError: The spool folder cannot be made.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        make_folder(self.engine.spool)
+        self._before = set(self.engine.spool.iterdir())
+
+    def lanes(self) -> list[str]:
+        return [self.identity.lane(rank) for rank in self.ranks]
+
+    def outputs(self, expected: Sequence[Artifact], problem: str) -> list[Output]:
+        folder = Path(self.request.folder)
+        written = self._written() if self.request.keep else {}
+        outputs = []
+        for rank, artifact in zip(self.ranks, expected, strict=True):
+            if rank in written:
+                final, device = folder / artifact.path, self.engine.device
+                output = self.tool.engine_output(written[rank], final, artifact, device)
+            else:
+                output = Output(self._without_file(artifact, problem))
+            outputs.append(output)
+        return outputs
 
     def _written(self) -> dict[int, Path]:
         """Return the newest trace of each rank that the engine wrote in this window."""
         spool = self.engine.spool
-        new = set(spool.iterdir() if spool.is_dir() else ()) - self._before
-        found = {}
-        for path in sorted(new, key=lambda path: path.stat().st_mtime_ns):
+        if not spool.is_dir():
+            return {}
+        new_paths = set(spool.iterdir()) - self._before
+        written = {}
+        for path in sorted(new_paths, key=lambda path: path.stat().st_mtime_ns):
             if (rank := self.engine.identify(path)) is not None:
-                found[rank] = path
-        return found
+                written[rank] = path
+        return written
 
     def _without_file(self, artifact: Artifact, problem: str) -> Artifact:
         if self.engine.window.bounded and not problem:
@@ -445,28 +468,37 @@ class Window:
         return artifact.with_status("failed", problem or silent)
 
 
-def output_of(
-    raw: Path, folder: Path, expected: Artifact, tool: TorchTool | NpuTool, device: str = "cpu"
-) -> Output:
-    """Move a trace of an engine into the step folder and return its artifact.
+@dataclass(eq=False)
+class RangeWindow(Window):
+    """A window that is a range of a tool under which the engine was launched.
+
+    The tool writes one report for all processes of a replica, which is collected after the run.
 
     Args:
-        raw: A file of JSON, or of gzip-compressed JSON; or the folder of a recording of torch_npu.
-        folder: The step folder.
-        expected: The artifact as expected.
-        tool: The tool that recorded it.
-        device: Device type of the engine, e.g. ``cuda``.
+        ranges: The ranges of this process.
+
+    Raises:
+        CaptureStateError: The tool would not record another range.
     """
-    final = folder / expected.path
-    if isinstance(tool, NpuTool):
-        make_folder(final, exist_ok=False)
-        recorded = final / raw.name
-        shutil.move(raw, recorded)
-        return output_of_recording(recorded, expected, tool.options)
-    activities = tool.options.activities
-    if device != CUDA or (activities is not None and CUDA not in activities):
-        device = ""
-    return output_of_trace(raw, final, expected, device=device)
+
+    ranges: EngineRanges
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.ranges.check(self.identity.name)
+
+    def lanes(self) -> list[str]:
+        return [self.identity.name]
+
+    def opened(self) -> None:
+        super().opened()
+        self.ranges.note_opened(Path(self.request.folder), self.expected[0].path)
+
+    def outputs(self, expected: Sequence[Artifact], problem: str) -> list[Output]:
+        [artifact] = expected
+        run = Path(self.request.folder).parent
+        pending = self.ranges.note_closed(artifact, run, keep=self.request.keep)
+        return [Output(artifact.with_status("failed", problem) if problem else pending)]
 
 
 def _death_of(engine: EngineAdapter) -> str:

@@ -13,13 +13,13 @@ import re
 import sys
 import threading
 import urllib.request
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from urllib.error import HTTPError
 
 from verl_profiling.engines.adapter import (
@@ -27,7 +27,6 @@ from verl_profiling.engines.adapter import (
     at_least,
     how_processes_ended,
     is_recording,
-    new_spool,
     rank_of_recording,
     refuse_option,
 )
@@ -36,15 +35,20 @@ from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailabl
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.rollout import RolloutOptions
-from verl_profiling.tools.npu import NpuTool
-from verl_profiling.tools.torch_profiler import TorchTool
+from verl_profiling.tools.base import Tool
 
 _PATCHES = "_apply_patches"  # SGLang up to 0.5.23, the last that was read, calls it in torch_npu
 _NOT_RECORDING = "not in progress"
 _MOST_BYTES = 1000  # of an answer, in the reason of a failure
 _SERVER_ARGS = (
-    *("tp_size", "pp_size", "dp_size", "enable_dp_attention", "device"),
-    *("nnodes", "base_gpu_id", "gpu_id_step"),
+    "tp_size",
+    "pp_size",
+    "dp_size",
+    "enable_dp_attention",
+    "device",
+    "nnodes",
+    "base_gpu_id",
+    "gpu_id_step",
 )
 
 _ACTIVITIES = {"cpu": "CPU", "cuda": "GPU", "xpu": "XPU", "npu": "GPU"}
@@ -68,36 +72,77 @@ class SGLangAdapter(EngineAdapter):
         ToolUnavailableError: This SGLang is too old.
     """
 
-    name: ClassVar[str] = "SGLang"
+    name = "SGLang"
+    profilers = {
+        "torch": {"memory": (False,)},
+        "npu": {
+            "level": ("level1",),
+            "aic_metrics": ("PipeUtilization", None),
+            "memory": (False,),
+            "modules": (False,),
+        },
+    }
 
     def __init__(
-        self,
-        engine: Any,
-        config: ProfilingConfig,
-        identity: WorkerIdentity,
-        tool: TorchTool | NpuTool,
+        self, engine: Any, config: ProfilingConfig, identity: WorkerIdentity, tool: Tool
     ) -> None:
-        self.window = config.rollout.with_stacks() if tool.options.stack else config.rollout
+        super().__init__(engine, config, identity, tool)
+        if tool.options.stack:
+            self.window = config.rollout.with_stacks()
         self._manager = manager = manager_of(engine, identity)
         self._calls = (
             HTTPCalls(engine, config.timeouts.start_s) if manager is None else ManagerCalls(manager)
         )
-        self.spool = new_spool(config.local_folder)
         server = self._calls.server_args
-        self.device = str(server.get("device") or "cuda")
+        self.device = _device_of(server)
         self._tp, self._pp = int(server.get("tp_size") or 1), int(server.get("pp_size") or 1)
-        dp = int(server.get("dp_size") or 1)
-        self._dp = 1 if server.get("enable_dp_attention") else dp
+        self._dp = _data_parallel_ranks(server)
         self.ranks = self._tp * self._pp * self._dp
         if manager is not None:  # behind a URL, devices are those of another process's environment
             # The rule of SGLang's launcher.
             first, step = int(server.get("base_gpu_id") or 0), int(server.get("gpu_id_step") or 1)
             here = self.ranks // max(int(server.get("nnodes") or 1), 1)
             self.device_numbers = range(first, first + here * step, step)
-        self._on_npu = isinstance(tool, NpuTool)
-        if self._on_npu:
+        if self.on_npu:
             _check_sglang_reaches_torch_npu()
-        self._options = self._start_options(tool, identity.role)
+        self.check(tool, self.window, identity.role, server)
+        self._options = self._start_options(tool)
+
+    @classmethod
+    def accepts(cls, engine: Any) -> bool:
+        return isinstance(engine, str) or hasattr(engine, "tokenizer_manager")
+
+    @classmethod
+    def node_rank(cls, engine: Any) -> int:
+        node = getattr(getattr(engine, "server_args", None), "node_rank", 0)
+        return node if isinstance(node, int) else 0
+
+    @classmethod
+    def watch(cls, engine: Any, log: RequestLog, identity: WorkerIdentity) -> None:
+        if (manager := manager_of(engine, identity)) is not None:
+            watch_manager(manager, log)
+
+    @classmethod
+    def check(
+        cls, tool: Tool, window: RolloutOptions, role: str, arguments: Mapping[str, Any]
+    ) -> None:
+        device, on_npu = _device_of(arguments), tool.engine_profiler == "npu"
+        if on_npu and _data_parallel_ranks(arguments) > 1:
+            raise ConfigError(
+                f"roles.{role}.tool",
+                "SGLang has data-parallel ranks, and the files of torch_npu are named by rank "
+                "alone; set the tool to spans, or use enable_dp_attention",
+            )
+        if window.start:
+            raise ConfigError(
+                "rollout.start",
+                "SGLang counts iterations from the engine's start and does not publish the "
+                "count; leave it out",
+            )
+        for name in _activities(tool, device):
+            if not on_npu and name not in _offered(device):
+                why = f"{name} ends an SGLang that runs on {device}"
+                refuse_option(tool, role, "activities", "null", why)
 
     async def start(self) -> None:
         await self._calls.start(self._options)
@@ -132,7 +177,7 @@ class SGLangAdapter(EngineAdapter):
         )
 
     def identify(self, path: Path) -> int | None:
-        if self._on_npu:
+        if self.on_npu:
             return rank_of_recording(path) if is_recording(path) else None
         found = _TRACE.search(path.name)
         if found is None:
@@ -157,61 +202,19 @@ class SGLangAdapter(EngineAdapter):
         )
         await self._calls.stop()
 
-    def _start_options(self, tool: TorchTool | NpuTool, role: str) -> dict[str, Any]:
+    def _start_options(self, tool: Tool) -> dict[str, Any]:
         """Return the arguments of ``start_profile`` that are the same in every capture."""
-        rollout, options = self.window, tool.options
-        check_sglang(tool, rollout, role, device=self.device, dp_ranks=self._dp)
         arguments: dict[str, Any] = {
             "output_dir": str(self.spool),
             "activities": [_ACTIVITIES[name] for name in _activities(tool, self.device)],
-            "with_stack": options.stack,
-            "record_shapes": options.shapes,
+            "with_stack": tool.options.stack,
+            "record_shapes": tool.options.shapes,
         }
-        if rollout.count is not None:
+        if self.window.count is not None:
             # From a start step on, num_steps is exact in every version; without one, versions
             # before 0.5.16 record one forward pass less. 1 is always the next one.
-            arguments |= {"start_step": 1, "num_steps": rollout.count}
+            arguments |= {"start_step": 1, "num_steps": self.window.count}
         return arguments
-
-
-def check_sglang(
-    tool: TorchTool | NpuTool,
-    window: RolloutOptions,
-    role: str,
-    *,
-    device: str = "cuda",
-    dp_ranks: int = 1,
-) -> None:
-    """Refuse settings that no version of SGLang supports, before an engine is started.
-
-    Args:
-        tool: The tool that records the engine.
-        window: The part of a rollout to record.
-        role: Role of the server.
-        device: Device type of the engine.
-        dp_ranks: Number of data-parallel ranks of the engine, if each rank has schedulers of its
-            own.
-
-    Raises:
-        ConfigError: SGLang does not support the settings, or would crash with them.
-    """
-    if isinstance(tool, NpuTool) and dp_ranks > 1:
-        raise ConfigError(
-            f"roles.{role}.tool",
-            "SGLang has data-parallel ranks, and the files of torch_npu are named by rank alone; "
-            "set the tool to spans, or use enable_dp_attention",
-        )
-    if window.start:
-        raise ConfigError(
-            "rollout.start",
-            "SGLang counts iterations from the engine's start and does not publish the "
-            "count; leave it out",
-        )
-    for name in _activities(tool, device):
-        if isinstance(tool, TorchTool) and name not in _offered(device):
-            refuse_option(
-                role, "activities", "null", f"{name} ends an SGLang that runs on {device}"
-            )
 
 
 def _check_sglang_reaches_torch_npu() -> None:
@@ -234,7 +237,16 @@ def _check_sglang_reaches_torch_npu() -> None:
         )
 
 
-def _activities(tool: TorchTool | NpuTool, device: str) -> tuple[str, ...]:
+def _device_of(arguments: Mapping[str, Any]) -> str:
+    return str(arguments.get("device") or "cuda")
+
+
+def _data_parallel_ranks(arguments: Mapping[str, Any]) -> int:
+    """Return the number of data-parallel ranks with schedulers of their own."""
+    return 1 if arguments.get("enable_dp_attention") else int(arguments.get("dp_size") or 1)
+
+
+def _activities(tool: Tool, device: str) -> tuple[str, ...]:
     return _offered(device) if tool.options.activities is None else tool.options.activities
 
 

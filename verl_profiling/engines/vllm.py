@@ -15,16 +15,14 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from isal import igzip
 
 from verl_profiling import clock
 from verl_profiling.engines.adapter import (
     EngineAdapter,
-    EngineTool,
     at_least,
-    engine_tool,
     how_processes_ended,
     is_recording,
     new_spool,
@@ -36,10 +34,8 @@ from verl_profiling.files.opener import opened
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.rollout import RolloutOptions
-from verl_profiling.tools.base import imported
-from verl_profiling.tools.npu import NpuTool
-from verl_profiling.tools.nsys import NsysTool
-from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
+from verl_profiling.tools.base import Tool, imported
+from verl_profiling.tools.torch_profiler import TorchOptions
 
 _NAMES_RANKS, _COUNTS_ITERATIONS = "0.16", "0.20"
 """The first vllm-ascend that names recordings by rank, and the first one that counts iterations."""
@@ -62,40 +58,6 @@ _ACTIVITIES = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}
 _PLACE = re.compile(r"(?:^|_)dp(\d+)_pp(\d+)_tp(\d+)")
 _RANK = re.compile(r"rank[-_]?(\d+)")
 _RANK_INSIDE = re.compile(rb'"distributedInfo":\s*\{[^}]*"rank":\s*(\d+)')
-
-
-def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
-    """Return the arguments for ``AsyncEngineArgs`` or ``LLM`` that allow captures of the engine.
-
-    Before vLLM 0.13, the profiler is configured by environment variables: this function sets them,
-    and returns no arguments.
-
-    Raises:
-        ConfigError: The installed vLLM does not support one of the options.
-        ToolUnavailableError: vLLM is not installed.
-    """
-    settings = config.for_role(role)
-    tool = engine_tool(settings, "vLLM") if settings.enable else None
-    if tool is None:
-        return {}
-    imported("vllm", tool.name, "'verl-profiling[vllm]'")
-    window = _recording_window(config.rollout, tool)
-    if isinstance(tool, NpuTool):
-        check_vllm_ascend()
-    spool, known = new_spool(config.local_folder), _known_options()
-    wanted = profiler_settings(tool, window, spool)
-    if "torch_profiler_activities" in wanted.keys() - known:
-        refuse_option(role, "activities", "null", f"vLLM {_version()} records all activities")
-    if (profiler_config := _profiler_config()) is not None:
-        return {"profiler_config": profiler_config(**wanted)}
-    if isinstance(tool, NsysTool) and "profiler" not in known:
-        raise ConfigError(
-            f"roles.{role}.tool",
-            f"vLLM {_version()} has no mode for nsys; install vllm>=0.12, or use tool torch "
-            "or spans",
-        )
-    os.environ.update(profiler_variables({name: wanted[name] for name in known & wanted.keys()}))
-    return {}
 
 
 def check_vllm_ascend() -> None:
@@ -138,17 +100,17 @@ def _known_options() -> set[str]:
     return {name for name, variable in _VARIABLES.items() if variable in envs.environment_variables}
 
 
-def _recorded_options(tool: EngineTool) -> TorchOptions:
+def _recorded_options(tool: Tool) -> Any:
     """Return the options of a tool as those of vLLM's own profiler.
 
     For vllm-ascend, vLLM's option ``torch_profiler_with_stack`` is torch_npu's ``with_modules``.
     """
-    if isinstance(tool, NpuTool):
+    if tool.engine_profiler == "npu":
         return TorchOptions(stack=tool.options.modules, memory=tool.options.memory)
-    return tool.options if isinstance(tool, TorchTool) else TorchOptions()
+    return TorchOptions() if tool.starts_process else tool.options
 
 
-def profiler_settings(tool: EngineTool, window: RolloutOptions, spool: Path) -> dict[str, Any]:
+def profiler_settings(tool: Tool, window: RolloutOptions, spool: Path) -> dict[str, Any]:
     """Return the fields of ``ProfilerConfig``,
     the configuration of the profiler from vLLM 0.13 on.
     """
@@ -156,7 +118,7 @@ def profiler_settings(tool: EngineTool, window: RolloutOptions, spool: Path) -> 
         "delay_iterations": _first_iteration(window, tool),
         "max_iterations": window.count or 0,
     }
-    if isinstance(tool, NsysTool):
+    if tool.starts_process:
         return {"profiler": "cuda", **settings}
     options = _recorded_options(tool)
     if options.activities is not None:
@@ -186,37 +148,22 @@ def profiler_variables(settings: dict[str, Any]) -> dict[str, str]:
     return variables
 
 
-def _first_iteration(window: RolloutOptions, tool: EngineTool) -> int:
+def _first_iteration(window: RolloutOptions, tool: Tool) -> int:
     """Return vLLM's ``delay_iterations``: number of the first recorded iteration;
     0 records at once.
     """
     return window.start + 1 if window.start or _recorded_options(tool).stack else 0
 
 
-def check_vllm(tool: EngineTool, window: RolloutOptions) -> None:
-    """Refuse settings that no version of vLLM supports, before an engine is started.
-
-    Raises:
-        ConfigError: Under ``nsys``, a rollout might end before its first recorded iteration.
-    """
-    if isinstance(tool, NsysTool) and window.start:
-        raise ConfigError(
-            "rollout.start",
-            f"{tool.name} expects a range of each rollout, and a short one would have none; "
-            "set it to 0",
-        )
-
-
-def _recording_window(rollout: RolloutOptions, tool: EngineTool) -> RolloutOptions:
+def _recording_window(rollout: RolloutOptions, tool: Tool) -> RolloutOptions:
     """Return the part of a rollout to record.
 
     Raises:
-        ConfigError: vLLM cannot record the window, or a short rollout would have no ``nsys`` range.
+        ConfigError: vLLM cannot record the window.
     """
-    check_vllm(tool, rollout)
     engine, newer = f"vLLM {_version()}", "vllm>=0.12"
     counts = "max_iterations" in _known_options()
-    if isinstance(tool, NpuTool):
+    if tool.engine_profiler == "npu":
         engine, newer = "this vllm-ascend", f"vllm-ascend>={_COUNTS_ITERATIONS}"
         counts = at_least("vllm-ascend", _COUNTS_ITERATIONS, missing=True)
     if counts:
@@ -235,18 +182,11 @@ def _version() -> str:
     return str(vllm.__version__)
 
 
-def records_in_process(engine: Any) -> bool:
-    """Return whether a vLLM engine computes in this process, and so is recorded by the session."""
-    client = getattr(getattr(engine, "llm_engine", engine), "engine_core", None)
-    executor = getattr(getattr(client, "engine_core", None), "model_executor", None)
-    return any(base.__name__ == "UniProcExecutor" for base in type(executor).__mro__)
-
-
 class VLLMAdapter(EngineAdapter):
     """Starts and stops the profilers of a vLLM engine's workers.
 
     Args:
-        engine: An ``AsyncLLM`` or an ``LLM`` that was started with :func:`vllm_engine_args`.
+        engine: An ``AsyncLLM`` or an ``LLM`` that was started with :meth:`engine_args`.
         config: All settings.
         identity: The replica.
         tool: The tool that records the engine.
@@ -257,11 +197,23 @@ class VLLMAdapter(EngineAdapter):
         ToolUnavailableError: This vLLM is too old.
     """
 
-    name: ClassVar[str] = "vLLM"
+    name = "vLLM"
+    profilers = {
+        "torch": {},
+        "npu": {
+            "activities": (["cpu", "npu"],),
+            "level": ("level1",),
+            "aic_metrics": ("PipeUtilization", None),
+            "stack": (False,),
+            "shapes": (False,),
+        },
+        "nsys": {},
+    }
 
     def __init__(
-        self, engine: Any, config: ProfilingConfig, identity: WorkerIdentity, tool: EngineTool
+        self, engine: Any, config: ProfilingConfig, identity: WorkerIdentity, tool: Tool
     ) -> None:
+        super().__init__(engine, config, identity, tool)
         self._engine = engine
         self._identity = identity
         if not callable(getattr(engine, "start_profile", None)):
@@ -271,15 +223,14 @@ class VLLMAdapter(EngineAdapter):
             )
         parameters = inspect.signature(engine.start_profile).parameters
         vllm_config = getattr(engine, "llm_engine", engine).vllm_config
-        self._on_npu = isinstance(tool, NpuTool)
         # The workers of vllm-ascend get the window when the engine starts, not with each capture.
-        self._takes_window = "max_iterations" in parameters and not self._on_npu
+        self._takes_window = "max_iterations" in parameters and not self.on_npu
+        self.check(tool, config.rollout, identity.role, {})
         self.window = _recording_window(config.rollout, tool)
         self._delay = _first_iteration(self.window, tool)
         folder = self._check_configured(getattr(vllm_config, "profiler_config", None), tool)
-        self.spool = (
-            Path(folder).expanduser().absolute() if folder else new_spool(config.local_folder)
-        )
+        if folder:
+            self.spool = Path(folder).expanduser().absolute()
         self.device = str(getattr(vllm_config.device_config, "device_type", "") or "cuda")
         parallel = vllm_config.parallel_config
         self._pp, self._tp = (
@@ -291,6 +242,53 @@ class VLLMAdapter(EngineAdapter):
             getattr(parallel, "distributed_executor_backend", None) != "ray"
         ):  # Ray places ranks itself
             self.device_numbers = range(self.ranks // max(getattr(parallel, "nnodes", 1) or 1, 1))
+
+    @classmethod
+    def computes_here(cls, engine: Any) -> bool:
+        client = getattr(getattr(engine, "llm_engine", engine), "engine_core", None)
+        executor = getattr(getattr(client, "engine_core", None), "model_executor", None)
+        return any(base.__name__ == "UniProcExecutor" for base in type(executor).__mro__)
+
+    @classmethod
+    def watch(cls, engine: Any, log: RequestLog, identity: WorkerIdentity) -> None:
+        watch_vllm(engine, log)
+
+    @classmethod
+    def engine_args(cls, config: ProfilingConfig, role: str) -> dict[str, Any]:
+        """Return the arguments for ``AsyncEngineArgs`` or ``LLM`` that allow captures.
+
+        Before vLLM 0.13, the profiler is configured by environment variables: this method sets
+        them, and returns no arguments.
+
+        Raises:
+            ConfigError: The installed vLLM does not support one of the options.
+            ToolUnavailableError: vLLM is not installed.
+        """
+        settings = config.for_role(role)
+        tool = cls.tool_of(settings) if settings.enable else None
+        if tool is None:
+            return {}
+        imported("vllm", tool.name, "'verl-profiling[vllm]'")
+        cls.check(tool, config.rollout, role, {})
+        window = _recording_window(config.rollout, tool)
+        if tool.engine_profiler == "npu":
+            check_vllm_ascend()
+        options = _known_options()
+        wanted = profiler_settings(tool, window, new_spool(config.local_folder))
+        if "torch_profiler_activities" in wanted.keys() - options:
+            why = f"vLLM {_version()} records all activities"
+            refuse_option(tool, role, "activities", "null", why)
+        if (profiler_config := _profiler_config()) is not None:
+            return {"profiler_config": profiler_config(**wanted)}
+        if tool.starts_process and "profiler" not in options:
+            raise ConfigError(
+                f"roles.{role}.tool",
+                f"vLLM {_version()} has no mode for {tool.name}; install vllm>=0.12, or use tool "
+                "torch or spans",
+            )
+        variables = profiler_variables({name: wanted[name] for name in options & wanted.keys()})
+        os.environ.update(variables)
+        return {}
 
     async def start(self) -> None:
         window = {"delay_iterations": self._delay, "max_iterations": self.window.count or 0}
@@ -309,7 +307,7 @@ class VLLMAdapter(EngineAdapter):
         return how_processes_ended(finished() if callable(finished) else {}) or dead
 
     def identify(self, path: Path) -> int | None:
-        is_trace = is_recording(path) if self._on_npu else ".pt.trace.json" in path.name
+        is_trace = is_recording(path) if self.on_npu else ".pt.trace.json" in path.name
         if not is_trace or "async_llm" in path.name:
             return None
         if place := _PLACE.search(path.name):
@@ -319,7 +317,7 @@ class VLLMAdapter(EngineAdapter):
             return int(rank[1])
         return _rank_inside(path)
 
-    def _check_configured(self, configured: Any, tool: EngineTool) -> str:
+    def _check_configured(self, configured: Any, tool: Tool) -> str:
         """Check that the engine was started for these settings;
         return the folder of its traces, if any.
         """
@@ -329,7 +327,7 @@ class VLLMAdapter(EngineAdapter):
         else:
             folder, kind = configured.torch_profiler_dir, configured.profiler
         remedy = f"{self._identity}: pass **engine_args(config) to its constructor"
-        wanted = "cuda" if isinstance(tool, NsysTool) else "torch"
+        wanted = "cuda" if tool.starts_process else "torch"
         if kind != wanted:
             found = f"the profiler {kind}" if kind else "no profiler"
             raise CaptureStateError(

@@ -13,9 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from verl_profiling.errors import ToolUnavailableError
+from verl_profiling.files.opener import move_file
 from verl_profiling.identity import artifact_name
 from verl_profiling.manifest import Artifact, expected_artifact
 
@@ -125,6 +126,35 @@ class Recording(ABC):
         return {}
 
 
+class EngineRanges(Protocol):
+    """The ranges that a launched tool records of a process and its children, one at a time."""
+
+    def check(self, who: str) -> None:
+        """Check that a range of a lane can be opened and is recorded.
+
+        Raises:
+            CaptureStateError: A range is open, or no more ranges are recorded.
+            OSError: The begin of a range cannot be logged.
+        """
+
+    def note_opened(self, folder: Path, artifact: str) -> None:
+        """Log the begin of a range.
+
+        Args:
+            folder: Step folder of the range.
+            artifact: Name of the artifact for the range.
+        """
+
+    def note_closed(self, artifact: Artifact, run: Path, *, keep: bool) -> Artifact:
+        """Log the end of the open range; return its artifact.
+
+        Args:
+            artifact: The artifact as expected.
+            run: The run's folder.
+            keep: ``False`` for a warm-up.
+        """
+
+
 class Tool(ABC):
     """A tool that records a process.
 
@@ -136,6 +166,9 @@ class Tool(ABC):
         starts_process: Whether the tool has to start the recorded process, like Nsight Systems.
         any_thread: Whether a recording may be stopped on another thread than the thread of its
             start.
+        engine_profiler: Name of the profiler that rollout engines have for this tool, such as
+            ``torch``; empty for a tool that does not record in engines. Engines read the options of
+            the profiler from the tool's options.
     """
 
     name: ClassVar[str]
@@ -143,6 +176,7 @@ class Tool(ABC):
     options_class: ClassVar[type] = NoOptions
     conflicts: ClassVar[frozenset[str]] = frozenset()
     starts_process: ClassVar[bool] = False
+    engine_profiler: ClassVar[str] = ""
     any_thread: bool = True
 
     def __init__(self, options: Any) -> None:
@@ -172,6 +206,30 @@ class Tool(ABC):
             ToolUnavailableError: The tool cannot work here.
             CaptureStateError: Another profiler records this process already.
         """
+
+    def engine_ranges(self) -> EngineRanges | None:
+        """Return the ranges of an engine that this process has launched under the tool; ``None``
+        for a tool with which the engine's ranks write files.
+
+        Raises:
+            ToolUnavailableError: This process was not started under the tool.
+        """
+        return None
+
+    def engine_output(self, written: Path, final: Path, expected: Artifact, device: str) -> Output:
+        """Move what a rank of an engine wrote to the artifact's path; return the output.
+
+        Args:
+            written: The file or folder in the engine's own folder.
+            final: Path of the artifact.
+            expected: The artifact as expected.
+            device: Device type of the engine in torch, e.g. ``cuda``.
+
+        Raises:
+            OSError: The file cannot be moved.
+        """
+        move_file(written, final)
+        return Output(expected.with_status("ok", bytes=final.stat().st_size))
 
 
 def imported(module: str, tool: str, package: str = "'verl-profiling[train]'") -> Any:

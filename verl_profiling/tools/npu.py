@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -118,10 +119,11 @@ class NpuTool(Tool):
     during training.
     """
 
-    name: ClassVar[str] = "npu"
-    suffix: ClassVar[str] = ".npu"
-    options_class: ClassVar[type] = NpuOptions
-    conflicts: ClassVar[frozenset[str]] = frozenset({"torch", "nsys"})
+    name = "npu"
+    suffix = ".npu"
+    options_class = NpuOptions
+    conflicts = frozenset({"torch", "nsys"})
+    engine_profiler = "npu"
     options: NpuOptions
     any_thread = False
 
@@ -159,6 +161,13 @@ class NpuTool(Tool):
             "verl_profiling", msgspec.json.encode(destination.metadata).decode()
         )
         return _NpuRecording(profiler, destination, self.options, folder)
+
+    def engine_output(self, written: Path, final: Path, expected: Artifact, device: str) -> Output:
+        """Move the folder of a recording; a missing analysis runs in the background."""
+        make_folder(final, exist_ok=False)
+        recorded = final / written.name
+        shutil.move(written, recorded)
+        return output_of_recording(recorded, expected, self.options)
 
     def _profiler(self, folder: Path, lane: str) -> Any:
         api, options = imported("torch_npu", self.name).profiler, self.options

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 
@@ -67,11 +66,12 @@ class NsysTool(Tool):
     their launch.
     """
 
-    name: ClassVar[str] = "nsys"
-    suffix: ClassVar[str] = ".nsys-rep"
-    options_class: ClassVar[type] = NsysOptions
-    conflicts: ClassVar[frozenset[str]] = frozenset({"torch", "npu"})
-    starts_process: ClassVar[bool] = True
+    name = "nsys"
+    suffix = ".nsys-rep"
+    options_class = NsysOptions
+    conflicts = frozenset({"torch", "npu"})
+    engine_profiler = "nsys"
+    starts_process = True
     options: NsysOptions
 
     def check_machine(self) -> None:
@@ -102,6 +102,11 @@ class NsysTool(Tool):
     def start(self, destination: Destination) -> Recording:
         process_ranges().check(destination.lane)
         return _NsysRecording(self, destination)
+
+    def engine_ranges(self) -> Ranges:
+        """Return the ranges of this process, which Nsight Systems has to have started."""
+        process_ranges().require()
+        return process_ranges()
 
     def open_range(self) -> None:
         """Begin a range that Nsight Systems records."""

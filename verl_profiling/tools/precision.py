@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -78,10 +78,10 @@ class PrecisionTool(Tool):
     restores torch's functions. Between recordings, the process runs at full speed.
     """
 
-    name: ClassVar[str] = "precision"
-    suffix: ClassVar[str] = ".precision"
-    options_class: ClassVar[type] = PrecisionOptions
-    conflicts: ClassVar[frozenset[str]] = frozenset({"torch", "torch_memory", "nsys", "npu"})
+    name = "precision"
+    suffix = ".precision"
+    options_class = PrecisionOptions
+    conflicts = frozenset({"torch", "torch_memory", "nsys", "npu"})
     options: PrecisionOptions
 
     def prepare(self) -> None:

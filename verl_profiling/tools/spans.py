@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from verl_profiling.tools.base import Destination, Output, Recording, Tool
 
 
 class SpansTool(Tool):
     """Writes no artifact: the manifest has the stage spans of every capture."""
 
-    name: ClassVar[str] = "spans"
-    suffix: ClassVar[str] = ""
+    name = "spans"
+    suffix = ""
 
     def start(self, destination: Destination) -> Recording:
         """Start no profiler, because the session records the stage spans."""

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from verl_profiling import clock
 from verl_profiling.errors import CaptureStateError, ToolUnavailableError
@@ -67,9 +67,9 @@ class TorchMemoryTool(Tool):
     A recording ends with a snapshot for https://pytorch.org/memory_viz.
     """
 
-    name: ClassVar[str] = "torch_memory"
-    suffix: ClassVar[str] = ".memory.pickle"
-    options_class: ClassVar[type] = TorchMemoryOptions
+    name = "torch_memory"
+    suffix = ".memory.pickle"
+    options_class = TorchMemoryOptions
     options: TorchMemoryOptions
 
     def prepare(self) -> None:

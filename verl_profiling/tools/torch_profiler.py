@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
@@ -82,10 +83,11 @@ class TorchTool(Tool):
     a trace does not need.
     """
 
-    name: ClassVar[str] = "torch"
-    suffix: ClassVar[str] = ".torch.json.gz"
-    options_class: ClassVar[type] = TorchOptions
-    conflicts: ClassVar[frozenset[str]] = frozenset({"npu"})
+    name = "torch"
+    suffix = ".torch.json.gz"
+    options_class = TorchOptions
+    conflicts = frozenset({"npu"})
+    engine_profiler = "torch"
     options: TorchOptions
 
     @property
@@ -122,6 +124,12 @@ class TorchTool(Tool):
         )
         on_accelerator = activities != [torch.profiler.ProfilerActivity.CPU]
         return _TorchRecording(profiler, destination, self.options, on_accelerator)
+
+    def engine_output(self, written: Path, final: Path, expected: Artifact, device: str) -> Output:
+        """Move a trace of JSON, or of gzip-compressed JSON, and verify it in the background."""
+        activities = self.options.activities
+        has_kernels = device == CUDA and (activities is None or CUDA in activities)
+        return output_of_trace(written, final, expected, device=CUDA if has_kernels else "")
 
     def _experimental_config(self) -> Any:
         from torch._C._profiler import _ExperimentalConfig

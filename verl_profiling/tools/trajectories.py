@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from verl_profiling.files.trajectory_log import LOG_SUFFIX, write_log
 from verl_profiling.manifest import Artifact
@@ -36,9 +35,9 @@ class TrajectoriesTool(Tool):
     The file is read by :func:`verl_profiling.files.trajectory_log.read_log`.
     """
 
-    name: ClassVar[str] = "trajectories"
-    suffix: ClassVar[str] = LOG_SUFFIX
-    options_class: ClassVar[type] = TrajectoriesOptions
+    name = "trajectories"
+    suffix = LOG_SUFFIX
+    options_class = TrajectoriesOptions
     options: TrajectoriesOptions
 
     def prepare(self) -> None:

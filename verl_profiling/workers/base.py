@@ -221,7 +221,7 @@ class RewardCaptureMixin(AgentLoopCaptureMixin):
     its default role is ``reward``.
     """
 
-    capture_role: ClassVar[str] = "reward"
+    capture_role = "reward"
 
 
 class MegatronCaptureMixin(CaptureMixin):

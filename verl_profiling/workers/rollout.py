@@ -1,8 +1,4 @@
-"""The mixins for rollout servers, which pass captures to the recorder of the server's engine.
-
-A new engine needs an adapter in :mod:`verl_profiling.engines`, and a branch of
-:func:`make_recorder`.
-"""
+"""The mixins for rollout servers, which pass captures to the recorder of the server's engine."""
 
 from __future__ import annotations
 
@@ -20,26 +16,15 @@ from verl_profiling.capture.protocol import (
     switched_off,
 )
 from verl_profiling.capture.session import process_session
-from verl_profiling.engines.adapter import check_device, engine_tool
+from verl_profiling.engines import ENGINES, adapter_named, adapter_of
 from verl_profiling.engines.recorder import EngineRecorder, SessionRecorder
-from verl_profiling.engines.request_log import RequestLog, watch_transformers
-from verl_profiling.engines.sglang import SGLangAdapter, manager_of, watch_manager
-from verl_profiling.engines.vllm import (
-    VLLMAdapter,
-    records_in_process,
-    vllm_engine_args,
-    watch_vllm,
-)
+from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools.devices import engine_devices
-from verl_profiling.tools.nsys import NsysTool, process_ranges
 from verl_profiling.typed_values import value_of
 from verl_profiling.watch.sums import WatchQuestion, WatchReading
-
-ENGINES = ("vllm", "sglang", "transformers")
-_ADAPTERS: dict[str, Any] = {"vllm": VLLMAdapter, "sglang": SGLangAdapter}
 
 
 class RolloutCaptureMixin:
@@ -86,7 +71,7 @@ class RolloutCaptureMixin:
             raise ConfigError(
                 "engine", f"engine_args: unknown {package!r}; {choices_hint(package, ENGINES)}"
             )
-        return vllm_engine_args(settings, role) if package == "vllm" else {}
+        return adapter_named(package).engine_args(settings, role)
 
     def init_capture(
         self,
@@ -127,22 +112,23 @@ class RolloutCaptureMixin:
             ToolUnavailableError: The engine is unknown or too old.
         """
         settings = ProfilingConfig.from_any(config)
-        found = engine if engine is not None else self._capture_engine()
-        node = node_rank
-        if node is None:  # of an SGLang engine
-            given = getattr(getattr(found, "server_args", None), "node_rank", 0)
-            node = given if isinstance(given, int) else 0
+        is_enabled = settings.for_role(role).enable
+        if engine is None and is_enabled:
+            engine = self._capture_engine()
+        if node_rank is None:
+            adapter = adapter_of(engine) if is_enabled else None
+            node_rank = 0 if adapter is None else adapter.node_rank(engine)
         self._capture_recorder = None
         first = replica if rank is None else rank
-        fields = {"role": role, "rank": first, "replica": replica, "node_rank": node}
+        fields = {"role": role, "rank": first, "replica": replica, "node_rank": node_rank}
         self._capture_identity = value_of(WorkerIdentity, fields, "init_capture")
-        if not settings.for_role(role).enable:
+        if not is_enabled:
             self._capture_idle_reason = switched_off(self._capture_identity)
-        elif node:
-            self._capture_idle_reason = f"node {node} of the replica; node 0 records for all"
+        elif node_rank:
+            self._capture_idle_reason = f"node {node_rank} of the replica; node 0 records for all"
         else:
             self._capture_recorder = make_recorder(
-                found, settings, self._capture_identity, rank, requests, devices
+                engine, settings, self._capture_identity, rank, requests, devices
             )
             self._capture_identity = self._capture_recorder.identity
 
@@ -199,15 +185,17 @@ class RolloutCaptureMixin:
             self._capture_recorder.requests.set_policy_version(version)
 
     def _capture_engine(self) -> Any:
-        return getattr(self, "engine", None) or (
-            self if hasattr(self, "tokenizer_manager") else None
-        )
+        """Return the engine that the server holds, or the server if it is an engine itself."""
+        engine = getattr(self, "engine", None)
+        if engine is None and adapter_of(self) is not None:
+            return self
+        return engine
 
 
 class VLLMCaptureMixin(RolloutCaptureMixin):
     """For a server that holds an ``AsyncLLM`` or an ``LLM`` as ``self.engine``."""
 
-    engine_package: ClassVar[str | None] = "vllm"
+    engine_package = "vllm"
 
 
 class SGLangCaptureMixin(RolloutCaptureMixin):
@@ -215,7 +203,7 @@ class SGLangCaptureMixin(RolloutCaptureMixin):
     or a ``self.tokenizer_manager``.
     """
 
-    engine_package: ClassVar[str | None] = "sglang"
+    engine_package = "sglang"
 
 
 def make_recorder(
@@ -245,14 +233,13 @@ def make_recorder(
         ConfigError: The engine does not support the settings.
         CaptureStateError: The engine was started without the arguments for captures.
     """
-    replica, role, session = identity.replica or 0, identity.role, process_session()
+    session, replica = process_session(), identity.replica or 0
     log = requests or RequestLog()
     log.serve(replica, config.rollout.requests)
     session.keep_every_step(config.watch)
     log.busy = session.busy("generate")
-    settings = config.for_role(role)
-    package = _package(engine)
-    if package is None and requests is None:
+    adapter_class = adapter_of(engine)
+    if adapter_class is None and requests is None:
         raise ToolUnavailableError(
             f"init_capture: no adapter for {type(engine).__module__}.{type(engine).__name__} "
             f"({identity}); "
@@ -260,46 +247,35 @@ def make_recorder(
             "transformers model; "
             "for an engine of your own, requests=RequestLog()"
         )
-    adapter_class = (
-        None if package == "vllm" and records_in_process(engine) else _ADAPTERS.get(package or "")
-    )
-    tool, adapter = None, None
-    if adapter_class is None:
-        for name in ("start", "count"):
-            if getattr(config.rollout, name) and any(one.suffix for one in settings.tools):
-                raise ConfigError(
-                    f"rollout.{name}",
-                    f"{identity} computes in this process, where no engine counts "
-                    "iterations; unset it",
-                )
-    elif (tool := engine_tool(settings, adapter_class.name)) is not None:
-        adapter = adapter_class(engine, config, identity, tool)
-    if requests is None:
-        _watch(engine, package, log, identity)
+    tool, adapter, elsewhere = None, None, ""
+    if adapter_class is None or adapter_class.computes_here(engine):
+        _check_uncounted(config, identity)
+    else:
+        elsewhere = adapter_class.name
+        tool = adapter_class.tool_of(config.for_role(identity.role))
+        if tool is not None:
+            adapter = adapter_class(engine, config, identity, tool)
+    if adapter_class is not None and requests is None:
+        adapter_class.watch(engine, log, identity)
     if adapter is None or tool is None:
-        return SessionRecorder(config, identity, log, adapter_class.name if adapter_class else "")
-    check_device(tool, adapter.name, adapter.device, role)
+        return SessionRecorder(config, identity, log, elsewhere)
+    adapter.check_device(tool, adapter.device, identity.role)
     first = replica * adapter.ranks if rank is None else rank
     identity = msgspec.structs.replace(identity, rank=first, world_size=adapter.ranks)
-    if isinstance(tool, NsysTool):
-        process_ranges().require()
     known = engine_devices(adapter.device, adapter.ranks, adapter.device_numbers, devices)
     return EngineRecorder(adapter, tool, identity, config, log, known)
 
 
-def _watch(engine: Any, package: str | None, log: RequestLog, identity: WorkerIdentity) -> None:
-    """Wrap the engine's methods to log its requests."""
-    if package == "transformers":
-        watch_transformers(engine, log)
-    elif package == "vllm":
-        watch_vllm(engine, log)
-    elif (manager := manager_of(engine, identity)) is not None:
-        watch_manager(manager, log)
+def _check_uncounted(config: ProfilingConfig, identity: WorkerIdentity) -> None:
+    """Refuse windows of engine iterations where no engine counts them.
 
-
-def _package(engine: Any) -> str | None:
-    """Return the engine package of an object's class or base classes; a URL belongs to SGLang."""
-    if isinstance(engine, str) or hasattr(engine, "tokenizer_manager"):
-        return "sglang"
-    packages = {base.__module__.partition(".")[0] for base in type(engine).__mro__}
-    return next((name for name in ENGINES if name in packages), None)
+    Raises:
+        ConfigError: A window is set, and a tool writes an artifact.
+    """
+    writes = any(tool.suffix for tool in config.for_role(identity.role).tools)
+    for name in ("start", "count"):
+        if writes and getattr(config.rollout, name):
+            raise ConfigError(
+                f"rollout.{name}",
+                f"{identity} computes in this process, where no engine counts iterations; unset it",
+            )

@@ -15,15 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_profiling.engines.adapter import ENGINE_OPTIONS, check_device, engine_tool
-from verl_profiling.engines.sglang import SGLangAdapter, check_sglang
-from verl_profiling.engines.vllm import VLLMAdapter, check_vllm
+from verl_profiling.engines import adapter_named
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.limits import EVERY_RANK
 from verl_profiling.settings.schedule import Schedule, planned_captures
-from verl_profiling.tools.nsys import NsysTool
 from verl_profiling.units import step_list
 from verl_profiling.workers.nsys_launch import expected_ranges
 
@@ -31,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 TRAINING_ROLES = ("actor", "ref", "critic")
 _GROUPS = ("default", "discrete", "off", "verl")
-_ENGINES = {"vllm": VLLMAdapter.name, "sglang": SGLangAdapter.name}
+_ENGINES = ("vllm", "sglang")
+"""Engines whose servers are hooked; see the hooks in ``integrations/verl/__init__.py``."""
 _SWITCHED_OFF = "set profiling.roles.rollout.enable=false"
 _EVERYWHERE = (*TRAINING_ROLES, ROLLOUT_ROLE)
 _BLOCKS = {role: f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref", ROLLOUT_ROLE)}
@@ -226,18 +224,14 @@ def _check_rollout(config: Any, settings: ProfilingConfig) -> None:
     if (rollout.get("disaggregation") or {}).get("enabled"):
         why = "replicas that are split into prefill and decode servers cannot be captured"
         raise ConfigError("actor_rollout_ref.rollout", f"{why}; {_SWITCHED_OFF}")
-    engine = _ENGINES[rollout.name]
-    tool = engine_tool(chosen, engine)
+    adapter = adapter_named(rollout.name)
+    tool = adapter.tool_of(chosen)
     if tool is None:
         return
-    check_device(tool, engine, device, ROLLOUT_ROLE)
-    if rollout.name == "vllm":
-        check_vllm(tool, settings.rollout)
-    elif not isinstance(tool, NsysTool):
-        own = (rollout.get("engine_kwargs") or {}).get("sglang") or {}
-        ranks = 1 if own.get("enable_dp_attention") else int(rollout.get("data_parallel_size") or 1)
-        device = str(own.get("device") or device)
-        check_sglang(tool, settings.rollout, ROLLOUT_ROLE, device=device, dp_ranks=ranks)
+    adapter.check_device(tool, device, ROLLOUT_ROLE)
+    given = (rollout.get("engine_kwargs") or {}).get(rollout.name) or {}
+    arguments = {"dp_size": rollout.get("data_parallel_size"), "device": device, **given}
+    adapter.check(tool, settings.rollout, ROLLOUT_ROLE, arguments)
 
 
 def _device(config: Any) -> str:
@@ -330,8 +324,9 @@ def _role(
         if tool == "npu":  # as verl passes them on to engines
             contents = given.get("contents") or ()
             options["stack"] = options["modules"] = not {"stack", "module"}.isdisjoint(contents)
-        allowed = ENGINE_OPTIONS.get((_ENGINES.get(rollout.name, ""), tool), {})
-        options |= {name: values[-1] for name, values in allowed.items() if name in options}
+        if rollout.name in _ENGINES:
+            allowed = adapter_named(rollout.name).profilers[tool]
+            options |= {name: values[-1] for name, values in allowed.items() if name in options}
     elif tool == "torch_memory":
         options["oom_folder"] = str(Path(common["save_path"], "oom").absolute())
     found: dict[str, Any] = {

@@ -24,7 +24,7 @@ from typing import Any
 
 import hydra
 
-from verl_profiling.engines.vllm import vllm_engine_args
+from verl_profiling.engines import ENGINES, adapter_named
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.integrations.hooks import misfits, usable
@@ -133,10 +133,10 @@ def check(module: str, config: Any) -> None:
 
 
 def _check_engine(config: Any, settings: ProfilingConfig) -> None:
-    """Exit with an error if the installed vLLM does not support the settings."""
+    """Exit with an error if the installed engine does not support the settings."""
     try:
-        if config.actor_rollout_ref.rollout.name == "vllm":
-            vllm_engine_args(settings, ROLLOUT_ROLE)
+        if (name := config.actor_rollout_ref.rollout.name) in ENGINES:
+            adapter_named(name).engine_args(settings, ROLLOUT_ROLE)
     except ToolUnavailableError as error:  # vLLM may be installed only on the machine of the job
         print(f"not checked: {error}")
     except ConfigError as error:
