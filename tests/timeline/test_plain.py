@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from step_folders import read_events
 
-from verl_profiling.steps.categories import CATEGORIES, meaning_of
 from verl_profiling.steps.inputs import find_steps
+from verl_profiling.steps.kinds import CATEGORIES, meaning_of
 from verl_profiling.steps.step import StepInputs
 from verl_profiling.steps.trace import Trace
 from verl_profiling.timeline.merge import merge

@@ -16,8 +16,9 @@ from verl_profiling.analysis import open_run, open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.run_files import read_manifest
+from verl_profiling.steps.content import Limits
 from verl_profiling.steps.inputs import find_steps
-from verl_profiling.steps.trace import Event, Limits, Trace
+from verl_profiling.steps.trace import Event, Trace
 from verl_profiling.timeline.processes import LANE_PIDS
 
 

@@ -26,8 +26,8 @@ from verl_profiling.commands.common import StepByStep, add_paths, progress
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.files.trajectory_log import Fact, TrajectoryLog
 from verl_profiling.manifest import Request, StageSpan, StepSpan
-from verl_profiling.steps.logs import read_logs
 from verl_profiling.steps.nesting import stages_by_row
+from verl_profiling.steps.records import read_logs
 from verl_profiling.steps.requests import joined, requests_by_id
 
 _SCHEMA = "https://opentelemetry.io/schemas/1.41.0"

@@ -36,16 +36,9 @@ from verl_profiling.slices.intervals import (
     spans_of,
     union,
 )
+from verl_profiling.steps.causes import Explanation, Pieces
 from verl_profiling.steps.lanes import Step
-from verl_profiling.steps.records import (
-    BEFORE,
-    LOOP_LAG,
-    UNEXPLAINED,
-    Explanation,
-    Pieces,
-    Records,
-    Trajectory,
-)
+from verl_profiling.steps.records import BEFORE, LOOP_LAG, UNEXPLAINED, Records, Trajectory
 from verl_profiling.units import shortened
 
 KEPT = ("done", "running")

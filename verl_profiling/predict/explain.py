@@ -19,7 +19,8 @@ from verl_profiling.numbers.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.numbers.lost import ROLLOUT
 from verl_profiling.predict.graph import CAPTURE, DELAY, WORK, Graph
 from verl_profiling.predict.path import replay
-from verl_profiling.steps.records import BEFORE, OTHERS, UNEXPLAINED, joined_causes
+from verl_profiling.steps.causes import joined_causes
+from verl_profiling.steps.records import BEFORE, OTHERS, UNEXPLAINED
 
 _RESPONSES = ("decode", "generate")  # kinds whose time grows with the length of the response
 

@@ -40,6 +40,7 @@ from verl_profiling.numbers.lost import ROLLOUT
 from verl_profiling.predict.limits import Hold, Limit, limits_of
 from verl_profiling.slices.intervals import EMPTY, Ints, Spans, intersection, overlaps, subtract
 from verl_profiling.steps.calls import Calls
+from verl_profiling.steps.causes import Pieces
 from verl_profiling.steps.lanes import Lane, Step
 from verl_profiling.steps.nesting import stages_by_row
 from verl_profiling.steps.read import Content
@@ -49,7 +50,6 @@ from verl_profiling.steps.records import (
     GENERATE,
     LOOP_LAG,
     TO_THE_ENGINE,
-    Pieces,
     Records,
 )
 from verl_profiling.steps.requests import VALIDATE

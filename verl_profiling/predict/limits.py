@@ -18,7 +18,8 @@ import numpy as np
 from verl_profiling.files.trajectory_log import NO_SPAN
 from verl_profiling.manifest import WAIT
 from verl_profiling.slices.intervals import Ints
-from verl_profiling.steps.records import OWN_CODE, Pieces, Records
+from verl_profiling.steps.causes import Pieces
+from verl_profiling.steps.records import OWN_CODE, Records
 
 # a span of the holder may end this much after the next acquire: both are tasks of a loop
 _ERROR_NS = 1_000_000

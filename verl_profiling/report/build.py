@@ -22,9 +22,9 @@ from verl_profiling.report.findings import find
 from verl_profiling.report.model import Report
 from verl_profiling.report.notebook import NotebookReport
 from verl_profiling.slices.intervals import EMPTY, Spans, common, length
+from verl_profiling.steps.causes import Explanation
 from verl_profiling.steps.lanes import Lane, Step
 from verl_profiling.steps.read import Content
-from verl_profiling.steps.records import Explanation
 from verl_profiling.steps.step import StepInputs, zero_ns
 from verl_profiling.units import step_list, visible, visible_text_of
 

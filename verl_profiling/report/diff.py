@@ -25,7 +25,8 @@ from verl_profiling.report.run_page import stage_seconds
 from verl_profiling.report.tables import cells, named, without_middle
 from verl_profiling.report.terminal import fitting_console, print_table
 from verl_profiling.report.watch_frame import STEP, middle, seconds_of
-from verl_profiling.steps.records import UNEXPLAINED, joined_causes
+from verl_profiling.steps.causes import joined_causes
+from verl_profiling.steps.records import UNEXPLAINED
 from verl_profiling.units import duration, visible
 
 _SMALLEST_SHARE = 0.01

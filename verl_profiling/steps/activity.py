@@ -26,6 +26,7 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import StageSpan
 from verl_profiling.slices.intervals import EMPTY, Ints, Spans, length, nested_times, union
 from verl_profiling.slices.observed import Recording, extended, observed_by
+from verl_profiling.steps.content import Limits
 from verl_profiling.steps.kinds import (
     COMMUNICATION,
     COMPUTE,
@@ -50,7 +51,7 @@ from verl_profiling.steps.kinds import (
 from verl_profiling.steps.lanes import Lane, Step
 from verl_profiling.steps.lost_work import GRAPH_LAUNCH, THINNEST_NS, bounded_ends, lost_kernels
 from verl_profiling.steps.step import GRAPH_CAPTURE, Source, StepInputs
-from verl_profiling.steps.trace import NO_ARGS, Event, Limits, Trace
+from verl_profiling.steps.trace import NO_ARGS, Event, Trace
 from verl_profiling.units import duration
 
 _CHUNK_BYTES = 2 << 20  # JSON per chunk: long arrays, but events stay in a CPU cache

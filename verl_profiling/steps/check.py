@@ -16,6 +16,7 @@ from verl_profiling.files.watch_log import WATCH_LOG, latest_step, read_watch_lo
 from verl_profiling.identity import step_folder_name
 from verl_profiling.manifest import CUT_SHORT, MANIFEST_NAME, RUN_NAME, Artifact, Manifest, RunInfo
 from verl_profiling.steps.cluster import results
+from verl_profiling.steps.content import Blocks, Limits
 from verl_profiling.steps.inputs import (
     UNWRITTEN,
     how_to_capture,
@@ -26,10 +27,10 @@ from verl_profiling.steps.inputs import (
     step_folders,
     unfinished,
 )
-from verl_profiling.steps.npu_folders import not_analysed, npu_files
 from verl_profiling.steps.plain import plain_steps
+from verl_profiling.steps.recordings import not_analysed, npu_files
 from verl_profiling.steps.step import Source
-from verl_profiling.steps.trace import Blocks, Limits, Trace
+from verl_profiling.steps.trace import Trace
 from verl_profiling.units import visible_text_of
 
 Status = Literal[

@@ -17,8 +17,8 @@ from verl_profiling.files.run_files import known_run, read_manifest
 from verl_profiling.files.trajectory_log import LOG_SUFFIX
 from verl_profiling.files.watch_log import has_watch_log
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, Artifact, CaptureResult, Manifest
-from verl_profiling.steps.npu_folders import not_analysed, npu_files
 from verl_profiling.steps.plain import plain_steps
+from verl_profiling.steps.recordings import not_analysed, npu_files
 from verl_profiling.steps.step import Source, StepInputs, sorted_sources
 from verl_profiling.units import local_time
 

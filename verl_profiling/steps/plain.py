@@ -25,16 +25,19 @@ import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.steps.categories import ENGINE_ITERATION, is_on_device
+from verl_profiling.steps.content import Blocks, Limits
 from verl_profiling.steps.databases import NO_DATABASE
-from verl_profiling.steps.npu_folders import RECORDING_SUFFIX, not_analysed, npu_files
+from verl_profiling.steps.kinds import ENGINE_ITERATION, is_on_device
 from verl_profiling.steps.recordings import (
     NUMBER,
+    RECORDING_SUFFIX,
     WORD,
     PlainTrace,
     Process,
     clock_notes,
     in_lanes,
+    not_analysed,
+    npu_files,
     number_in,
     once,
     ranked_by_number,
@@ -46,7 +49,7 @@ from verl_profiling.steps.step import (
     StepInputs,
     short_label,
 )
-from verl_profiling.steps.trace import NO_TRACE, Blocks, Event, Limits, Trace
+from verl_profiling.steps.trace import NO_TRACE, Event, Trace
 
 _HEAD_BYTES = 1 << 14  # process names, if any, are at the beginning
 _MAX_RANK = 1 << 30

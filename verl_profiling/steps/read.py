@@ -16,10 +16,10 @@ from verl_profiling.manifest import Request
 from verl_profiling.slices.intervals import grouped
 from verl_profiling.steps.activity import LaneJob, LaneTraces, lane_job, read_lane
 from verl_profiling.steps.calls import Calls, matched_calls
+from verl_profiling.steps.causes import Pieces, pieces_of
 from verl_profiling.steps.cluster import results
 from verl_profiling.steps.lanes import Step
-from verl_profiling.steps.logs import read_logs
-from verl_profiling.steps.records import Pieces, Records, pieces_of
+from verl_profiling.steps.records import Records, read_logs
 from verl_profiling.steps.requests import requests_of
 from verl_profiling.steps.step import Source, StepInputs
 

@@ -1,11 +1,13 @@
-"""Places plain traces in lanes: each recording once, and each process apart.
+"""Places plain traces in lanes: each recording once, and each process apart; finds those of NPUs.
 
-Two files hold the same recording if both begin with the same events of the same process, or lie in
-the same folder of torch_npu.
+A recording of torch_npu is a folder ``*_ascend_pt``. Its analysis writes a trace, a database, or
+both. Two files hold the same recording if both begin with the same events of the same process, or
+lie in the same folder of torch_npu.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,11 @@ WORD = r"(?<![a-z0-9])"
 NUMBER = r"[\[=_-]?(\d{1,9})"
 """Regular expression of the number of a word in a name: ``rank3``, ``rank[3]``, ``step=3``."""
 
+RECORDING_SUFFIX = "_ascend_pt"
+"""End of the name of a folder of torch_npu."""
+
+_NPU_TRACE = "trace_view.json"
+_NPU_DATABASES = "ascend_pytorch_profiler*.db"
 _APART_S = 1.0  # ranks begin to record within milliseconds of each other
 _DATA_RANK = re.compile(f"{WORD}dp(?:[_-]?rank)?{NUMBER}", re.IGNORECASE)
 _LAST_NUMBER = re.compile(r"(\d{1,5})(?=\D*$)")
@@ -171,3 +178,23 @@ def clock_notes(traces: list[PlainTrace]) -> Iterator[str]:
                 f"{role}: recordings of {last} begin {duration(apart_s)} after those of {first}; "
                 "without a manifest, clocks of hosts are not corrected"
             )
+
+
+def npu_files(folder: Path) -> Iterator[Path]:
+    """Yield the file to read of each analysed recording in a folder: the trace,
+    else the database.
+    """
+    yield from sorted(folder.rglob(_NPU_TRACE))
+    for database in sorted(folder.rglob(_NPU_DATABASES)):
+        if not database.with_name(_NPU_TRACE).exists():
+            yield database
+
+
+def not_analysed(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield each recording in a folder without a file to read,
+    with the command that analyses it.
+    """
+    for path, *_ in sorted(os.walk(folder)):
+        if path.endswith(RECORDING_SUFFIX) and next(npu_files(Path(path)), None) is None:
+            call = f"from torch_npu.profiler.profiler import analyse; analyse({path!r})"
+            yield Path(path), f'is missing: torch_npu has not analysed it; run: python -c "{call}"'

@@ -1,49 +1,35 @@
-"""The trajectories of all processes as columns, and their time divided into intervals with a cause.
-
-Loop lag is the time for which a trajectory is delayed because another task blocks its event loop. A
-block stops every task of the loop, but not work elsewhere: an engine goes on with its request, a
-sandbox with its program. So a block counts as lag of a trajectory if
-
-* the block is not by one of the trajectory's own spans,
-* the engine does not process a request of the trajectory meanwhile, and
-* the trajectory's wait ended in the block or within :data:`DRAIN_NS` after it, when the loop runs
-  the tasks that became ready. A longer wait would not have ended sooner without the block.
-
-The time at which a task became ready inside a block is not recorded. So the whole block counts as
-lag, which is an upper bound, unless the engine's request ended inside the block.
-"""
+"""Reads the trajectory logs of a step, with statuses that were set later, into columns."""
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
+from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.trajectory_log import (
     NO_SPAN,
     Block,
+    LaterStatuses,
     SpanRecord,
     TrajectoryLog,
     TrajectoryRecord,
+    last_status,
+    later_statuses,
+    read_log,
 )
-from verl_profiling.manifest import Request, StageSpan
+from verl_profiling.manifest import MOST_NESTED
 from verl_profiling.slices.intervals import (
-    EMPTY,
-    Axes,
     Ints,
-    Sharing,
-    Spans,
-    length,
-    subtract,
-    time_of,
-    union,
-    without,
 )
-from verl_profiling.steps.step import Source
+from verl_profiling.steps.cluster import results
+from verl_profiling.steps.content import Limits
+from verl_profiling.steps.step import Source, StepInputs
 from verl_profiling.units import shortened
 
 UNKNOWN = "unknown"
@@ -52,34 +38,84 @@ OTHERS = "(all others)"
 """Common name of all spans beyond the first hundred names."""
 
 TO_THE_ENGINE, FROM_THE_ENGINE = "to the engine", "from the engine"
-_PARTS = (TO_THE_ENGINE, "queued", "first token", "prefill", "generate", "decode", FROM_THE_ENGINE)
+REQUEST_PARTS = (
+    TO_THE_ENGINE,
+    "queued",
+    "first token",
+    "prefill",
+    "generate",
+    "decode",
+    FROM_THE_ENGINE,
+)
 """Causes of a request's time, named as in :meth:`~verl_profiling.manifest.Request.parts`."""
 GENERATE, LOOP_LAG, OWN_CODE, UNEXPLAINED = "generate", "loop lag", "own code", "unexplained"
 BEFORE = "began before the capture"
-_CAUSES = (*_PARTS, LOOP_LAG, OWN_CODE, BEFORE, UNEXPLAINED)
+_CAUSES = (*REQUEST_PARTS, LOOP_LAG, OWN_CODE, BEFORE, UNEXPLAINED)
 """Causes other than span names."""
-_JOINED = {
-    GENERATE: ("first token", "queued", "prefill", "decode"),
-    "first token": ("queued", "prefill"),
-}
-"""Causes of requests without an engine's statistics, each with the causes that it joins."""
-
-_NUMBERS = {name: number for number, name in enumerate(_CAUSES)}
+CAUSE_NUMBERS = {name: number for number, name in enumerate(_CAUSES)}
 _RESERVED = {*_CAUSES} - {GENERATE}
-_IN_ENGINE = range(1, len(_PARTS) - 1)
-"""Numbers of the causes of requests in an engine, which no block of an event loop delays."""
 _WITH_ERROR = ("failed", "cancelled")
-_NO_TRAJECTORY = "requests of no trajectory"
 _MOST_NAMES = 100  # of causes, if names of spans hold ids
 
 
-def joined_causes(*sides: Collection[str]) -> dict[str, str]:
-    """Return the cause that a cause of requests counts as, if a side has them joined only."""
-    found: dict[str, str] = {}
-    for whole, parts in _JOINED.items():
-        if any(whole in names and parts[-1] not in names for names in sides):
-            found = dict.fromkeys(parts, whole) | found
+def statuses_of(inputs: StepInputs) -> LaterStatuses:
+    """Return the last status changes in all trajectory logs of a step."""
+    found: LaterStatuses = {}
+    calls = [(partial(_statuses_in, source), [source]) for source in inputs.logs]
+    for statuses in results(calls, inputs.ray):
+        for key, new in () if isinstance(statuses, TraceFormatError) else statuses.items():
+            found[key] = max(found.get(key, new), new)
     return found
+
+
+def read_logs(inputs: StepInputs) -> Iterator[tuple[Source, TrajectoryLog | None, list[str]]]:
+    """Yield the logs of a step, sorted by lane, with one log in memory at a time.
+
+    Each item has the source, the log from :func:`linked_log` (``None`` if unreadable), and
+    sentences on unreadable or unrecorded parts. Statuses are the latest in any log of the step.
+    """
+    statuses = statuses_of(inputs)
+    calls = [(partial(linked_log, one, inputs.limits, statuses), [one]) for one in inputs.logs]
+    for source, log in zip(inputs.logs, results(calls, inputs.ray), strict=True):
+        if isinstance(log, TraceFormatError):
+            yield source, None, [str(log)]
+        else:
+            yield source, log, [f"{source.path.name}: {problem}" for problem in log.problems]
+
+
+def linked_log(source: Source, limits: Limits, statuses: LaterStatuses) -> TrajectoryLog:
+    """Read one trajectory log; sort parents before children, and drop links between trajectories.
+
+    A span without a recorded trajectory becomes a span outside trajectories. Unrecorded parents are
+    left out. Spans below the deepest level (``MOST_NESTED``) are children of the span above that
+    level.
+
+    Raises:
+        TraceFormatError: The file is not a trajectory log, or cannot be read.
+    """
+    log = read_log(source.file, limits.reached)
+    for place, trajectory in enumerate(log.trajectories):
+        if (status := last_status(trajectory, statuses)) != trajectory.status:
+            log.trajectories[place] = msgspec.structs.replace(trajectory, status=status)
+    known = {trajectory.id for trajectory in log.trajectories}
+    spans: dict[int, SpanRecord] = {}
+    depths = {NO_SPAN: 0}
+    for span in sorted(log.spans, key=lambda span: span.id):
+        owner = span.trajectory if span.trajectory in known else NO_SPAN
+        around = spans.get(span.parent)
+        parent = span.parent if around is not None and around.trajectory == owner else NO_SPAN
+        if depths[parent] == MOST_NESTED:
+            parent = spans[parent].parent
+        depths[span.id] = depths[parent] + 1
+        if (owner, parent) != (span.trajectory, span.parent):
+            span = msgspec.structs.replace(span, trajectory=owner, parent=parent)
+        spans[span.id] = span
+    log.spans = list(spans.values())
+    return log
+
+
+def _statuses_in(source: Source) -> LaterStatuses:
+    return later_statuses(source.file, source.offset_ns)
 
 
 class Trajectory(NamedTuple):
@@ -202,7 +238,7 @@ class Records:
         self.roles: list[str] = []
         self.trajectories: list[Trajectory] = []
         self.requests: dict[int, str] = {}
-        self._names = dict(_NUMBERS)
+        self._names = dict(CAUSE_NUMBERS)
         self._blockers: dict[tuple[str, str], tuple[int, Counter[str]]] = {}
         self._spans: list[Ints] = [np.empty((0, 8), np.int64)]
         self._parents, self._ends, self._reach = array("q"), array("q"), array("q")
@@ -325,235 +361,3 @@ def _failed_in(log: TrajectoryLog) -> dict[int, str]:
                 known, span, key=lambda one: (one.failed, one.begin_ns, one.id)
             )
     return {id: shortened(span.name) if span else "" for id, span in inner.items()}
-
-
-DRAIN_NS = 50_000_000
-"""Time after a block in which the loop runs the tasks that became ready during the block."""
-
-# blocks with gaps up to this are one block: other tasks run for a moment between
-_TOGETHER_NS = 10_000_000
-
-
-class Pieces(NamedTuple):
-    """Intervals with one cause each, as columns. Overlapping intervals of one owner share the time
-    equally.
-
-    Attributes:
-        owner: Number of the trajectory (or process).
-        begin: Begin (unix ns).
-        end: End (unix ns).
-        cause: Index of the cause in ``causes``.
-        loop: Number of the event loop, or -1.
-        span: Number of the innermost span, or -1.
-        causes: Names of the causes.
-    """
-
-    owner: Ints
-    begin: Ints
-    end: Ints
-    cause: Ints
-    loop: Ints
-    span: Ints
-    causes: Sequence[str]
-
-    def of(self, rows: NDArray[Any], **others: Any) -> Pieces:
-        """Return the intervals at the given indices, with other columns in place of some."""
-        return Pieces._make((*(column[rows] for column in self[:-1]), self.causes))._replace(
-            **others
-        )
-
-    def joined(self, *others: Pieces) -> Pieces:
-        """Return the intervals with those of others behind them."""
-        columns = zip(self[:-1], *(other[:-1] for other in others), strict=True)
-        return Pieces._make((*map(np.concatenate, columns), self.causes))
-
-    def seconds(self, took: NDArray[Any]) -> dict[str, float]:
-        """Return the seconds of each cause as :func:`ranked` does,
-        from the time of each interval (ns).
-        """
-        return ranked(
-            self.causes, np.bincount(self.cause, weights=took, minlength=len(self.causes))
-        )
-
-
-def ranked(causes: Sequence[str], took: NDArray[Any]) -> dict[str, float]:
-    """Return the seconds of causes by name, the largest first and ``unexplained`` last.
-
-    Args:
-        causes: Names of the causes.
-        took: Times of the causes (ns); causes of less than a nanosecond are left out.
-    """
-    found = [
-        (cause, ns / 1e9) for cause, ns in zip(causes, took.tolist(), strict=True) if ns >= 0.5
-    ]
-    return dict(sorted(found, key=lambda item: (item[0] == UNEXPLAINED, -item[1])))
-
-
-def pieces_of(records: Records, served: Mapping[int, Request]) -> tuple[Pieces, Pieces]:
-    """Divide the time of trajectories, and of processes outside trajectories, into intervals by
-    cause.
-
-    Each instant of a trajectory has a cause, the innermost open span, with these exceptions:
-
-    * a ``generate`` span is divided by the parts of its request;
-    * without an open span, ``own code``, or ``unexplained`` if the process's log is incomplete;
-    * before the first span of a trajectory older than the recording, ``began before the capture``;
-    * loop lag is cut out of all these intervals.
-
-    Args:
-        records: The recorded trajectories.
-        served: The request of each span, by the span's number.
-    """
-    spans = records.spans
-    inside = np.flatnonzero(spans.parent >= 0)
-    around = spans.parent[inside]
-    index, begin, end = without(
-        spans.begin, spans.end, around, spans.begin[inside], spans.reach[inside]
-    )
-    none, own = np.full(len(index), -1), spans.trajectory[index] >= 0
-    of_processes = Pieces(
-        spans.process[index], begin, end, spans.name[index], none, none, records.names
-    )
-    in_spans = of_processes.of(
-        own, owner=spans.trajectory[index][own], loop=spans.loop[index][own], span=index[own]
-    )
-    waits = _by_request(in_spans, spans, served).joined(_in_no_span(records))
-    return _with_lag(waits, records.blocks), of_processes.of(~own)
-
-
-def _by_request(pieces: Pieces, spans: SpanTable, served: Mapping[int, Request]) -> Pieces:
-    """Divide ``generate`` spans by the parts of their requests;
-    drop loops that cannot delay a part.
-    """
-    columns = (column.tolist() for column in (pieces.span, pieces.cause, pieces.begin, pieces.end))
-    parts = [
-        (row, *part)
-        for row, (number, *whole) in enumerate(zip(*columns, strict=True))
-        for part in (_divided(served[number], *whole[1:]) if number in served else [whole])
-    ]
-    row, cause, begin, end = np.array(parts, dtype=np.int64).reshape(-1, 4).T
-    found = pieces.of(row, cause=cause, begin=begin, end=end)
-    goes_on = (spans.open[found.span] > 0) & (spans.end[found.span] == end)
-    return found._replace(loop=np.where(np.isin(cause, _IN_ENGINE) | goes_on, -1, found.loop))
-
-
-def _divided(request: Request, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the parts of a request in an interval of its span: cause, begin, end.
-
-    Time before the request's begin is ``to the engine``, time after its end ``from the engine``.
-    """
-    parts: list[tuple[str, int]] = [(name, until) for name, _, until in request.parts()]
-    if not parts or parts[0][0] != TO_THE_ENGINE:  # the request's arrival is not known
-        parts.insert(0, (TO_THE_ENGINE, request.begin_ns))
-    for name, until in (*parts, (FROM_THE_ENGINE, end)):
-        if (until := min(until, end)) > begin:
-            yield _NUMBERS[name], begin, until
-            begin = until
-
-
-def _in_no_span(records: Records) -> Pieces:
-    """Return the intervals of trajectories without an open span."""
-    spans, names = records.spans, ("begin_ns", "end_ns", "loop", "whole_log", "unseen_begin")
-    columns = [[getattr(one, name) for one in records.trajectories] for name in names]
-    first, last, loop, is_whole, unseen = np.array(columns, dtype=np.int64)
-    rows = np.flatnonzero(spans.trajectory >= 0)
-    number, begin, end = without(
-        first, last, spans.trajectory[rows], spans.begin[rows], spans.end[rows]
-    )
-    cause = np.where(is_whole[number], _NUMBERS[OWN_CODE], _NUMBERS[UNEXPLAINED])
-    cause[(unseen[number] > 0) & (begin == first[number])] = _NUMBERS[BEFORE]
-    return Pieces(number, begin, end, cause, loop[number], np.full(len(number), -1), records.names)
-
-
-def _with_lag(waits: Pieces, blocks: Blocks) -> Pieces:
-    """Cut loop lag out of the intervals, each followed by the rest of its interval."""
-    if not len(blocks.loop):
-        return waits
-    until = blocks.end + _TOGETHER_NS
-    axes = Axes(
-        int(max(blocks.loop.max(), waits.loop.max(initial=0))) + 1, blocks.begin, until, waits.end
-    )
-    stalls = union(axes.put(blocks.loop, blocks.begin, until))
-    loop, since, until = axes.take(stalls)
-    last = np.searchsorted(stalls[:, 0], axes.put(waits.loop, waits.end, waits.end)[:, 0]) - 1
-    until = until[last] - _TOGETHER_NS
-    low, high = np.maximum(since[last], waits.begin), np.minimum(until, waits.end)
-    is_late = (loop[last] == waits.loop) & (waits.end <= until + DRAIN_NS) & (low < high)
-    late = np.flatnonzero(is_late)
-    # The blocks by a trajectory itself are no lag of its waits.
-    axes = Axes(
-        int(waits.owner.max(initial=0)) + 1, blocks.begin, blocks.end, low[late], high[late]
-    )
-    own = union(axes.put(blocks.trajectory, blocks.begin, blocks.end))
-    mine = axes.put(waits.owner[late], low[late], high[late])
-    _, since, until = axes.take(own)
-    first = np.searchsorted(own[:, 1], mine[:, 0]).tolist()
-    beyond = np.searchsorted(own[:, 0], mine[:, 1]).tolist()
-    holes = [
-        (place, since[hole], until[hole])
-        for place, rows in enumerate(map(range, first, beyond))
-        for hole in rows
-    ]
-    row, begin, end = without(
-        low[late], high[late], *np.array(holes, dtype=np.int64).reshape(-1, 3).T
-    )
-    lag = waits.of(late[row], begin=begin, end=end, cause=np.full(len(row), _NUMBERS[LOOP_LAG]))
-    left, begin, end = without(waits.begin[late], waits.end[late], row, begin, end)
-    rest = waits.of(late[left], begin=begin, end=end)
-    order = np.argsort(
-        np.concatenate((np.flatnonzero(~is_late), late[row], late[left])), kind="stable"
-    )
-    return waits.of(~is_late).joined(lag, rest).of(order)
-
-
-class Explanation:
-    """Attributes any time window to causes.
-
-    An instant is divided equally among the causes of all running trajectories. Without a running
-    trajectory, the instant belongs to spans outside trajectories, else to the controller's
-    innermost stage, else to requests in an engine. The rest is unexplained.
-
-    Args:
-        trajectories: Time of the trajectories by cause.
-        processes: Time of the processes outside trajectories by cause.
-        stages: The controller's stages.
-        requests: Intervals in which an engine had a request.
-    """
-
-    def __init__(
-        self, trajectories: Pieces, processes: Pieces, stages: Sequence[StageSpan], requests: Spans
-    ) -> None:
-        nested = sorted(
-            (span for span in stages if span.depth), key=lambda span: (-span.depth, span.name)
-        )
-        inner = {
-            name: time_of(nested, name) for name in dict.fromkeys(span.name for span in nested)
-        }
-        self._names = [
-            *trajectories.causes,
-            *(f"controller: {name}" for name in inner),
-            _NO_TRAJECTORY,
-        ]
-        self._levels: list[tuple[Ints, Sharing]] = []
-        taken = EMPTY
-        for pieces in (trajectories, processes):
-            self._levels.append((pieces.cause, Sharing(pieces.begin, pieces.end, hidden=taken)))
-            taken = union(taken, np.stack((pieces.begin, pieces.end), axis=1))
-        for number, spans in enumerate((*inner.values(), requests), start=len(trajectories.causes)):
-            left = subtract(spans, taken)
-            cause = np.full(len(left), number)
-            self._levels.append((cause, Sharing(left[:, 0], left[:, 1])))
-            taken = union(taken, left)
-
-    def of(self, window: Spans) -> dict[str, float]:
-        """Return seconds by cause, largest first and ``unexplained`` last; they add up to the
-        window.
-
-        Args:
-            window: Intervals of time; an instant in two intervals counts twice.
-        """
-        took = np.zeros(len(self._names))
-        for cause, sharing in self._levels:
-            took += np.bincount(cause, weights=sharing.shares(window), minlength=len(self._names))
-        took[self._names.index(UNEXPLAINED)] += length(window) - took.sum()
-        return ranked(self._names, took)

@@ -24,7 +24,8 @@ from verl_profiling.manifest import (
     StepSpan,
     ToolSpan,
 )
-from verl_profiling.steps.trace import Event, Limits
+from verl_profiling.steps.content import Limits
+from verl_profiling.steps.trace import Event
 
 _ROLE_ORDER = (
     "controller",

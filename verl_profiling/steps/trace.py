@@ -6,140 +6,27 @@ package. A file has an object with ``traceEvents`` or a bare list of events, com
 Clocks: ``unix_ns = base_ns + round(ts * 1000)``. torch from 2.4 on writes ``baseTimeNanoseconds``.
 Older torch and torch_npu write absolute microseconds, which a double resolves to 0.25 us only. So
 absolute times are parsed as decimals, and converted relative to the time of the first event.
-
-A small compressed file can unpack to any size, so :class:`Limits` bounds the content. Reading stops
-at a limit with a warning, and the content up to the limit is kept.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator, Set
 from contextlib import suppress
 from decimal import Context, Decimal, localcontext
-from functools import cache, lru_cache, partial
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 import msgspec
-from isal import isal_zlib
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.files.memory import available_bytes, own_bytes
-from verl_profiling.files.opener import opened
 from verl_profiling.manifest import MAX_NS
-from verl_profiling.steps.databases import MAGIC, NO_DATABASE, trace_of_database
+from verl_profiling.steps.content import BLOCK_BYTES, Blocks, Limits
+from verl_profiling.steps.databases import NO_DATABASE
 from verl_profiling.units import byte_size
-
-BLOCK_BYTES = 1 << 18
-"""Size of a block in bytes, small enough for a core's L2 cache."""
-
-_READ_BYTES = 1 << 16
-_GZIP_MAGIC = b"\x1f\x8b"
-_LEAST_BYTES = 1 << 30
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits on reading one trace.
-
-    Attributes:
-        content_bytes: Bytes of content, uncompressed.
-        memory_bytes: Memory of the reading process (bytes). The default is three quarters of the
-            memory that is available at the first check, and at least 1 GiB.
-    """
-
-    content_bytes: int = 64 << 30
-    memory_bytes: int | None = None
-
-    def reached(self, events: int) -> str:
-        """Return a sentence if this process exceeds its memory limit, else ``""``."""
-        allowed = _allowed_bytes() if self.memory_bytes is None else self.memory_bytes
-        if (used := own_bytes() or 0) <= allowed:
-            return ""
-        return (
-            f"stopped after {events:,} events: the process takes {byte_size(used)} of memory, "
-            f"and the limit is {byte_size(allowed)} (Limits.memory_bytes raises it)"
-        )
-
-
-@cache
-def _allowed_bytes() -> int:
-    free = available_bytes()
-    return sys.maxsize if free is None else max((free + (own_bytes() or 0)) * 3 // 4, _LEAST_BYTES)
-
-
-class Blocks:
-    """The uncompressed content of one file, in blocks of at most ``BLOCK_BYTES``.
-
-    A gzip file may have several members (RFC 1952, section 2.2). Iteration over a damaged file ends
-    early without an exception, and :attr:`damage` has the reason.
-
-    Attributes:
-        path: The file.
-        position: Bytes of uncompressed content yielded so far.
-        damage: Reason why the content ended early, or ``""``.
-    """
-
-    def __init__(self, path: Path, limits: Limits) -> None:
-        self.path = path
-        self.position = 0
-        self.damage = ""
-        self._limit = limits.content_bytes
-
-    def __iter__(self) -> Iterator[bytes]:
-        """Yield the content.
-
-        Raises:
-            TraceFormatError: The file cannot be opened or read, or is a pipe or a device.
-        """
-        try:
-            with opened(self.path) as file:
-                head = file.read(len(MAGIC))
-                file.seek(0)
-                if head == MAGIC:
-                    content = trace_of_database(self.path, {})
-                else:
-                    is_gzip = head.startswith(_GZIP_MAGIC)
-                    content = (
-                        self._gzip(file) if is_gzip else iter(partial(file.read, BLOCK_BYTES), b"")
-                    )
-                for block in content:
-                    if self.position + len(block) > self._limit:
-                        most = f"the limit of {self._limit:,} bytes of content"
-                        self.damage = f"stopped at {most} (Limits.content_bytes raises it)"
-                        return
-                    self.position += len(block)
-                    yield block
-        except OSError as error:
-            raise TraceFormatError(
-                self.path, f"cannot be read ({error.strerror or error})"
-            ) from error
-
-    def _gzip(self, file: BinaryIO) -> Iterator[bytes]:
-        member = isal_zlib.decompressobj(wbits=31)
-        pending = b""
-        started = False
-        try:
-            while pending or (pending := file.read(_READ_BYTES)):
-                if member.eof:
-                    pending += file.read(_READ_BYTES) if len(pending) < len(_GZIP_MAGIC) else b""
-                    if not pending.startswith(_GZIP_MAGIC):
-                        return  # bytes behind the last member are no content, as for gzip(1)
-                    member = isal_zlib.decompressobj(wbits=31)
-                started = True
-                block = member.decompress(pending, BLOCK_BYTES)
-                pending = member.unused_data if member.eof else member.unconsumed_tail
-                if block:
-                    yield block
-        except isal_zlib.error as error:  # type: ignore[misc]  # the stub does not declare it as an exception
-            self.damage = f"corrupt gzip data ({error})"
-            return
-        if started and not member.eof:
-            self.damage = "the gzip stream is cut off"
-
 
 MAX_US = 4e15
 """Largest distance of an event's time from its base (us): 126 years, i.e.

@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 
 from verl_profiling.manifest import CaptureResult, Manifest, Request
-from verl_profiling.steps.categories import is_host, is_on_device
+from verl_profiling.steps.kinds import is_host, is_on_device
 from verl_profiling.steps.nesting import packed_rows, stages_by_row
 from verl_profiling.steps.trace import NO_ARGS, Event
 from verl_profiling.units import _NAME_LENGTH, shortened

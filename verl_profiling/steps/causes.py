@@ -1,0 +1,303 @@
+"""The time of trajectories divided into intervals with a cause.
+
+Loop lag is the time for which a trajectory is delayed because another task blocks its event loop. A
+block stops every task of the loop, but not work elsewhere: an engine goes on with its request, a
+sandbox with its program. So a block counts as lag of a trajectory if
+
+* the block is not by one of the trajectory's own spans,
+* the engine does not process a request of the trajectory meanwhile, and
+* the trajectory's wait ended in the block or within :data:`DRAIN_NS` after it, when the loop runs
+  the tasks that became ready. A longer wait would not have ended sooner without the block.
+
+The time at which a task became ready inside a block is not recorded. So the whole block counts as
+lag, which is an upper bound, unless the engine's request ended inside the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_profiling.manifest import Request, StageSpan
+from verl_profiling.slices.intervals import (
+    EMPTY,
+    Axes,
+    Ints,
+    Sharing,
+    Spans,
+    length,
+    subtract,
+    time_of,
+    union,
+    without,
+)
+from verl_profiling.steps.records import (
+    BEFORE,
+    CAUSE_NUMBERS,
+    FROM_THE_ENGINE,
+    GENERATE,
+    LOOP_LAG,
+    OWN_CODE,
+    REQUEST_PARTS,
+    TO_THE_ENGINE,
+    UNEXPLAINED,
+    Blocks,
+    Records,
+    SpanTable,
+)
+
+_JOINED = {
+    GENERATE: ("first token", "queued", "prefill", "decode"),
+    "first token": ("queued", "prefill"),
+}
+"""Causes of requests without an engine's statistics, each with the causes that it joins."""
+
+_IN_ENGINE = range(1, len(REQUEST_PARTS) - 1)
+"""Numbers of the causes of requests in an engine, which no block of an event loop delays."""
+_NO_TRAJECTORY = "requests of no trajectory"
+
+
+def joined_causes(*sides: Collection[str]) -> dict[str, str]:
+    """Return the cause that a cause of requests counts as, if a side has them joined only."""
+    found: dict[str, str] = {}
+    for whole, parts in _JOINED.items():
+        if any(whole in names and parts[-1] not in names for names in sides):
+            found = dict.fromkeys(parts, whole) | found
+    return found
+
+
+DRAIN_NS = 50_000_000
+"""Time after a block in which the loop runs the tasks that became ready during the block."""
+
+# blocks with gaps up to this are one block: other tasks run for a moment between
+_TOGETHER_NS = 10_000_000
+
+
+class Pieces(NamedTuple):
+    """Intervals with one cause each, as columns. Overlapping intervals of one owner share the time
+    equally.
+
+    Attributes:
+        owner: Number of the trajectory (or process).
+        begin: Begin (unix ns).
+        end: End (unix ns).
+        cause: Index of the cause in ``causes``.
+        loop: Number of the event loop, or -1.
+        span: Number of the innermost span, or -1.
+        causes: Names of the causes.
+    """
+
+    owner: Ints
+    begin: Ints
+    end: Ints
+    cause: Ints
+    loop: Ints
+    span: Ints
+    causes: Sequence[str]
+
+    def of(self, rows: NDArray[Any], **others: Any) -> Pieces:
+        """Return the intervals at the given indices, with other columns in place of some."""
+        return Pieces._make((*(column[rows] for column in self[:-1]), self.causes))._replace(
+            **others
+        )
+
+    def joined(self, *others: Pieces) -> Pieces:
+        """Return the intervals with those of others behind them."""
+        columns = zip(self[:-1], *(other[:-1] for other in others), strict=True)
+        return Pieces._make((*map(np.concatenate, columns), self.causes))
+
+    def seconds(self, took: NDArray[Any]) -> dict[str, float]:
+        """Return the seconds of each cause as :func:`ranked` does,
+        from the time of each interval (ns).
+        """
+        return ranked(
+            self.causes, np.bincount(self.cause, weights=took, minlength=len(self.causes))
+        )
+
+
+def ranked(causes: Sequence[str], took: NDArray[Any]) -> dict[str, float]:
+    """Return the seconds of causes by name, the largest first and ``unexplained`` last.
+
+    Args:
+        causes: Names of the causes.
+        took: Times of the causes (ns); causes of less than a nanosecond are left out.
+    """
+    found = [
+        (cause, ns / 1e9) for cause, ns in zip(causes, took.tolist(), strict=True) if ns >= 0.5
+    ]
+    return dict(sorted(found, key=lambda item: (item[0] == UNEXPLAINED, -item[1])))
+
+
+def pieces_of(records: Records, served: Mapping[int, Request]) -> tuple[Pieces, Pieces]:
+    """Divide the time of trajectories, and of processes outside trajectories, into intervals by
+    cause.
+
+    Each instant of a trajectory has a cause, the innermost open span, with these exceptions:
+
+    * a ``generate`` span is divided by the parts of its request;
+    * without an open span, ``own code``, or ``unexplained`` if the process's log is incomplete;
+    * before the first span of a trajectory older than the recording, ``began before the capture``;
+    * loop lag is cut out of all these intervals.
+
+    Args:
+        records: The recorded trajectories.
+        served: The request of each span, by the span's number.
+    """
+    spans = records.spans
+    inside = np.flatnonzero(spans.parent >= 0)
+    around = spans.parent[inside]
+    index, begin, end = without(
+        spans.begin, spans.end, around, spans.begin[inside], spans.reach[inside]
+    )
+    none, own = np.full(len(index), -1), spans.trajectory[index] >= 0
+    of_processes = Pieces(
+        spans.process[index], begin, end, spans.name[index], none, none, records.names
+    )
+    in_spans = of_processes.of(
+        own, owner=spans.trajectory[index][own], loop=spans.loop[index][own], span=index[own]
+    )
+    waits = _by_request(in_spans, spans, served).joined(_in_no_span(records))
+    return _with_lag(waits, records.blocks), of_processes.of(~own)
+
+
+def _by_request(pieces: Pieces, spans: SpanTable, served: Mapping[int, Request]) -> Pieces:
+    """Divide ``generate`` spans by the parts of their requests;
+    drop loops that cannot delay a part.
+    """
+    columns = (column.tolist() for column in (pieces.span, pieces.cause, pieces.begin, pieces.end))
+    parts = [
+        (row, *part)
+        for row, (number, *whole) in enumerate(zip(*columns, strict=True))
+        for part in (_divided(served[number], *whole[1:]) if number in served else [whole])
+    ]
+    row, cause, begin, end = np.array(parts, dtype=np.int64).reshape(-1, 4).T
+    found = pieces.of(row, cause=cause, begin=begin, end=end)
+    goes_on = (spans.open[found.span] > 0) & (spans.end[found.span] == end)
+    return found._replace(loop=np.where(np.isin(cause, _IN_ENGINE) | goes_on, -1, found.loop))
+
+
+def _divided(request: Request, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the parts of a request in an interval of its span: cause, begin, end.
+
+    Time before the request's begin is ``to the engine``, time after its end ``from the engine``.
+    """
+    parts: list[tuple[str, int]] = [(name, until) for name, _, until in request.parts()]
+    if not parts or parts[0][0] != TO_THE_ENGINE:  # the request's arrival is not known
+        parts.insert(0, (TO_THE_ENGINE, request.begin_ns))
+    for name, until in (*parts, (FROM_THE_ENGINE, end)):
+        if (until := min(until, end)) > begin:
+            yield CAUSE_NUMBERS[name], begin, until
+            begin = until
+
+
+def _in_no_span(records: Records) -> Pieces:
+    """Return the intervals of trajectories without an open span."""
+    spans, names = records.spans, ("begin_ns", "end_ns", "loop", "whole_log", "unseen_begin")
+    columns = [[getattr(one, name) for one in records.trajectories] for name in names]
+    first, last, loop, is_whole, unseen = np.array(columns, dtype=np.int64)
+    rows = np.flatnonzero(spans.trajectory >= 0)
+    number, begin, end = without(
+        first, last, spans.trajectory[rows], spans.begin[rows], spans.end[rows]
+    )
+    cause = np.where(is_whole[number], CAUSE_NUMBERS[OWN_CODE], CAUSE_NUMBERS[UNEXPLAINED])
+    cause[(unseen[number] > 0) & (begin == first[number])] = CAUSE_NUMBERS[BEFORE]
+    return Pieces(number, begin, end, cause, loop[number], np.full(len(number), -1), records.names)
+
+
+def _with_lag(waits: Pieces, blocks: Blocks) -> Pieces:
+    """Cut loop lag out of the intervals, each followed by the rest of its interval."""
+    if not len(blocks.loop):
+        return waits
+    until = blocks.end + _TOGETHER_NS
+    axes = Axes(
+        int(max(blocks.loop.max(), waits.loop.max(initial=0))) + 1, blocks.begin, until, waits.end
+    )
+    stalls = union(axes.put(blocks.loop, blocks.begin, until))
+    loop, since, until = axes.take(stalls)
+    last = np.searchsorted(stalls[:, 0], axes.put(waits.loop, waits.end, waits.end)[:, 0]) - 1
+    until = until[last] - _TOGETHER_NS
+    low, high = np.maximum(since[last], waits.begin), np.minimum(until, waits.end)
+    is_late = (loop[last] == waits.loop) & (waits.end <= until + DRAIN_NS) & (low < high)
+    late = np.flatnonzero(is_late)
+    # The blocks by a trajectory itself are no lag of its waits.
+    axes = Axes(
+        int(waits.owner.max(initial=0)) + 1, blocks.begin, blocks.end, low[late], high[late]
+    )
+    own = union(axes.put(blocks.trajectory, blocks.begin, blocks.end))
+    mine = axes.put(waits.owner[late], low[late], high[late])
+    _, since, until = axes.take(own)
+    first = np.searchsorted(own[:, 1], mine[:, 0]).tolist()
+    beyond = np.searchsorted(own[:, 0], mine[:, 1]).tolist()
+    holes = [
+        (place, since[hole], until[hole])
+        for place, rows in enumerate(map(range, first, beyond))
+        for hole in rows
+    ]
+    row, begin, end = without(
+        low[late], high[late], *np.array(holes, dtype=np.int64).reshape(-1, 3).T
+    )
+    lag = waits.of(
+        late[row], begin=begin, end=end, cause=np.full_like(row, CAUSE_NUMBERS[LOOP_LAG])
+    )
+    left, begin, end = without(waits.begin[late], waits.end[late], row, begin, end)
+    rest = waits.of(late[left], begin=begin, end=end)
+    order = np.argsort(
+        np.concatenate((np.flatnonzero(~is_late), late[row], late[left])), kind="stable"
+    )
+    return waits.of(~is_late).joined(lag, rest).of(order)
+
+
+class Explanation:
+    """Attributes any time window to causes.
+
+    An instant is divided equally among the causes of all running trajectories. Without a running
+    trajectory, the instant belongs to spans outside trajectories, else to the controller's
+    innermost stage, else to requests in an engine. The rest is unexplained.
+
+    Args:
+        trajectories: Time of the trajectories by cause.
+        processes: Time of the processes outside trajectories by cause.
+        stages: The controller's stages.
+        requests: Intervals in which an engine had a request.
+    """
+
+    def __init__(
+        self, trajectories: Pieces, processes: Pieces, stages: Sequence[StageSpan], requests: Spans
+    ) -> None:
+        nested = sorted(
+            (span for span in stages if span.depth), key=lambda span: (-span.depth, span.name)
+        )
+        inner = {
+            name: time_of(nested, name) for name in dict.fromkeys(span.name for span in nested)
+        }
+        self._names = [
+            *trajectories.causes,
+            *(f"controller: {name}" for name in inner),
+            _NO_TRAJECTORY,
+        ]
+        self._levels: list[tuple[Ints, Sharing]] = []
+        taken = EMPTY
+        for pieces in (trajectories, processes):
+            self._levels.append((pieces.cause, Sharing(pieces.begin, pieces.end, hidden=taken)))
+            taken = union(taken, np.stack((pieces.begin, pieces.end), axis=1))
+        for number, spans in enumerate((*inner.values(), requests), start=len(trajectories.causes)):
+            left = subtract(spans, taken)
+            cause = np.full(len(left), number)
+            self._levels.append((cause, Sharing(left[:, 0], left[:, 1])))
+            taken = union(taken, left)
+
+    def of(self, window: Spans) -> dict[str, float]:
+        """Return seconds by cause, largest first and ``unexplained`` last; they add up to the
+        window.
+
+        Args:
+            window: Intervals of time; an instant in two intervals counts twice.
+        """
+        took = np.zeros(len(self._names))
+        for cause, sharing in self._levels:
+            took += np.bincount(cause, weights=sharing.shares(window), minlength=len(self._names))
+        took[self._names.index(UNEXPLAINED)] += length(window) - took.sum()
+        return ranked(self._names, took)
