@@ -107,10 +107,10 @@ async def test_a_rollout_beside_the_step_encloses_none_of_its_stages(tmp_path: P
     callback = AsyncProfilingCallback(configured(tmp_path))
     async with callback:
         await callback.on_step_begin(2)
-        await callback.on_rollout_begin(beside=True)
-        callback.on_generation(True)
+        await callback.on_rollout_begin(in_background=True)
+        callback.on_generation_begin()
         with callback.stage("update_actor"):
-            callback.on_generation(False)
+            callback.on_generation_end()
         await callback.on_rollout_end()
         await callback.on_step_end()
     found = manifest(configured(tmp_path)).stages
@@ -126,16 +126,16 @@ async def test_a_step_may_be_over_before_its_capture_is_closed(tmp_path: Path) -
     """
     callback = AsyncProfilingCallback(configured(tmp_path))
     async with callback:
-        callback.on_step_over()  # of no step: nothing
-        callback.on_generation(True)
+        callback.on_stages_end()  # of no step: nothing
+        callback.on_generation_begin()
         await callback.on_step_begin(2)
-        await callback.on_rollout_begin(beside=True)
-        callback.on_generation(True)
-        callback.on_step_over()
-        callback.on_generation(True)
+        await callback.on_rollout_begin(in_background=True)
+        callback.on_generation_begin()
+        callback.on_generation_end()
+        callback.on_stages_end()
         with callback.stage("validate"):
             await asyncio.sleep(0.02)
-        callback.on_step_over()
+        callback.on_stages_end()
         await callback.on_step_end({"reward": 1.0})
     found = manifest(configured(tmp_path))
     assert found.complete

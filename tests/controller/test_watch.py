@@ -488,13 +488,13 @@ def test_an_async_loop_has_accounts_with_generation_beside_the_steps(
         async with callback:
             for step in range(1, 6):
                 await callback.on_step_begin(step, policy_version=10 + step)
-                await callback.on_rollout_begin(beside=True)
-                callback.on_generation(runs=True)
+                await callback.on_rollout_begin(in_background=True)
+                callback.on_generation_begin()
                 with callback.stage("update_actor"):
                     await asyncio.sleep(0.005)
                     await pool.sync[0].work.remote()
-                callback.on_generation(runs=False)
-                callback.on_step_over()
+                callback.on_generation_end()
+                callback.on_stages_end()
                 await asyncio.sleep(0.02)
                 await callback.on_rollout_end()
                 await callback.on_step_end()

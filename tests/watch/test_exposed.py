@@ -243,7 +243,7 @@ def test_generation_beside_the_steps_is_exposed_as_the_wait_alone() -> None:
         use("actor_rank0", ("update_actor", 31, 95)),
         use("actor_rank1", ("update_actor", 31, 70)),
     ]
-    step = msgspec.structs.replace(summary(140, loop, *workers), beside=("rollout",))
+    step = msgspec.structs.replace(summary(140, loop, *workers), background=("rollout",))
     wait, update, rest = exposed(step)
     assert in_ms([wait, update, rest]) == [("wait:rollout", 20), ("update_actor", 100), ("", 20)]
     assert (update.leader, rest.name) == ("actor_rank0", "")

@@ -230,7 +230,7 @@ def test_of_a_loop_that_is_one_step_off(tmp_path: Path, actors: Actors, slower: 
                 )
                 await callback.on_step_begin(number)
                 begin_s = time.perf_counter()
-                await callback.on_rollout_begin(beside=True)
+                await callback.on_rollout_begin(in_background=True)
                 made = asyncio.ensure_future(generation(callback, generate_s))
                 with callback.stage("update_actor"):
                     took_s = await trainer.run.remote(train_s)
@@ -240,9 +240,9 @@ def test_of_a_loop_that_is_one_step_off(tmp_path: Path, actors: Actors, slower: 
                 await callback.on_step_end()
 
     async def generation(callback: AsyncProfilingCallback, seconds: float) -> float:
-        callback.on_generation(runs=True)
+        callback.on_generation_begin()
         took_s: float = await engine.generate.remote(seconds)
-        callback.on_generation(runs=False)
+        callback.on_generation_end()
         return took_s
 
     config, found, truths = settings(tmp_path), list[StepSummary](), list[Truth]()
@@ -296,9 +296,9 @@ def use(lane: str, *stages: tuple[str, int, int], spans: Sequence[SpanTotal] = (
     return with_stages(RankUse(lane=lane, role=role, spans=tuple(spans)), times)
 
 
-def judged(loop: Sequence[RankUse], *workers: RankUse, beside: tuple[str, ...] = ()) -> StepSummary:
+def judged(loop: Sequence[RankUse], *workers: RankUse, background: tuple[str, ...] = ()) -> StepSummary:
     """Return the summary of a step of a second."""
-    made = StepSummary(step=1, begin_ns=BEGIN_NS, end_ns=BEGIN_NS + 1000 * MS, beside=beside)
+    made = StepSummary(step=1, begin_ns=BEGIN_NS, end_ns=BEGIN_NS + 1000 * MS, background=background)
     made.loop, made.workers = list(loop), list(workers)
     made.exposed = exposed(made, bool(workers))
     made.trainer_idle, made.rollout_idle = idle_of(made, True, StepRuns(made))
@@ -329,7 +329,7 @@ def test_the_cause_is_what_is_open_meanwhile() -> None:
     assert made.trainer_idle == Idle(0.6, "reward", 0.4)
     assert made.rollout_idle == Idle(0.9, "reward", 0.4)
     both = use("controller", ("rollout", 0, 1000), *stages)
-    made = judged([both], actor, engine, beside=("rollout",))
+    made = judged([both], actor, engine, background=("rollout",))
     assert made.trainer_idle == Idle(0.6, "reward", 0.4)
     sync = use("actor_rank0", ("update_weights", 100, 700), ("update_actor", 800, 200))
     assert judged([use("controller")], sync, engine).rollout_idle == Idle(
@@ -347,7 +347,7 @@ def test_engines_that_wait_for_tools_beside_the_training_do_not_wait_for_it() ->
         "controller", ("rollout", 0, 1000), ("update_actor", 0, 650), ("wait:rollout", 650, 350)
     )
     engine = use("rollout0_rank0", ("generate", 0, 400))
-    made = judged([loop], use("actor_rank0", ("update_actor", 0, 650)), engine, beside=("rollout",))
+    made = judged([loop], use("actor_rank0", ("update_actor", 0, 650)), engine, background=("rollout",))
     assert made.trainer_idle == Idle(0.35, "rollout", 0.35)
     assert made.rollout_idle is not None
     assert (made.rollout_idle.share, made.rollout_idle.cause) == (0.6, "no requests")

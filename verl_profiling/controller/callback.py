@@ -114,11 +114,15 @@ class _Callback(Generic[Returned]):
                 raise TypeError(f"on_step_begin: a step is a whole number, not {kind}") from None
         return self._call(Controller.on_step_begin, (step, policy_version))
 
-    def on_rollout_begin(self) -> Returned:
+    def on_rollout_begin(self, in_background: bool = False) -> Returned:
         """Begin generation: open the stage ``rollout``; in discrete mode,
         rollout engines begin to record.
+
+        Args:
+            in_background: Whether generation overlaps the steps. If so, this hook opens no stage;
+                :meth:`on_generation_begin` and :meth:`on_generation_end` do, for each batch.
         """
-        return self._call(Controller.on_rollout_begin, False)
+        return self._call(Controller.on_rollout_begin, in_background)
 
     def on_rollout_end(self, metrics: Mapping[str, Any] | None = None) -> Returned:
         """End generation.
@@ -140,6 +144,25 @@ class _Callback(Generic[Returned]):
             ProfilingError: A capture failed, and the settings are strict.
         """
         return self._call(Controller.on_step_end, metrics)
+
+    def on_generation_begin(self) -> None:
+        """Begin the stage ``rollout`` of a batch that is generated in the background of the steps.
+
+        Never waits, and may be called from any thread or task. Batches may overlap: the stage ends
+        with the last one. Stages of the loop do not nest inside it.
+        """
+        self._guarded(Controller.on_generation_begin)
+
+    def on_generation_end(self) -> None:
+        """End the stage ``rollout`` of a batch that :meth:`on_generation_begin` began."""
+        self._guarded(Controller.on_generation_end)
+
+    def on_stages_end(self) -> None:
+        """End the step before its :meth:`on_step_end`, for a loop that can call that only later.
+
+        Never waits. The time until :meth:`on_step_end` is not part of the step.
+        """
+        self._guarded(Controller.on_stages_end)
 
     def on_exception(self, error: BaseException) -> Returned:
         """Close an open capture after the step raised, and keep its recordings.
@@ -351,7 +374,8 @@ class AsyncProfilingCallback(_Callback[Coroutine[Any, Any, None]]):
     """Profiles a training loop that is a coroutine, without blocking the event loop.
 
     ``async with AsyncProfilingCallback(config) as profiling:`` works like ``with`` of
-    :class:`ProfilingCallback`. Its hooks are the same, and are awaited.
+    :class:`ProfilingCallback`. Its hooks are the same, and are awaited, but for those that never
+    wait.
     """
 
     def __enter__(self) -> NoReturn:
@@ -386,34 +410,6 @@ class AsyncProfilingCallback(_Callback[Coroutine[Any, Any, None]]):
     async def on_train_begin(self) -> None:
         """Check the settings against the workers that were added."""
         self._guarded(Controller.on_train_begin)
-
-    def on_rollout_begin(self, beside: bool = False) -> Coroutine[Any, Any, None]:
-        """See :meth:`ProfilingCallback.on_rollout_begin`.
-
-        Args:
-            beside: Whether generation overlaps the steps. If so, this hook only starts the engines
-                in discrete mode, and the loop calls :meth:`on_generation` when a batch begins and
-                ends.
-        """
-        return self._call(Controller.on_rollout_begin, beside)
-
-    def on_generation(self, runs: bool) -> None:
-        """Begin or end the stage ``rollout`` of generation that overlaps the steps.
-
-        Other stages of the loop do not nest inside this stage. In a capture, this stage ends with
-        the last step.
-
-        Args:
-            runs: Whether a batch is being generated from now on.
-        """
-        self._guarded(Controller.on_generation, runs)
-
-    def on_step_over(self) -> None:
-        """Record the end of the step, for a loop that can await :meth:`on_step_end` only later.
-
-        The time until :meth:`on_step_end` is not part of the step.
-        """
-        self._guarded(Controller.on_step_over)
 
     async def _call(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
+import threading
 from collections.abc import Mapping
 from contextvars import Context
 from functools import partial
@@ -84,6 +85,8 @@ class Controller:
         self._order = LoopOrder()
         self.begun = False
         self._rollout: OpenStage | None = None
+        self._generations = 0
+        self._generation_lock = threading.Lock()
         self.sink: SpanLog | None = self._watched_stages()
 
     # Each hook records something in every step, and returns the work for the open capture, or None.
@@ -120,17 +123,19 @@ class Controller:
             return None
         return self._begin_step(step, policy_version, decision)
 
-    def on_rollout_begin(self, beside: bool) -> Waits[None] | None:
+    def on_rollout_begin(self, in_background: bool) -> Waits[None] | None:
         """Begin generation, and start the rollout engines in discrete mode.
 
         Args:
-            beside: Whether generation overlaps the steps; :meth:`on_generation` then reports when
-                it runs.
+            in_background: Whether generation overlaps the steps, so that
+                :meth:`on_generation_begin` opens the stage.
         """
         self._order.in_rollout = True
+        if in_background and self.watch is not None:
+            self.watch.background = (ROLLOUT,)
         if self.live is not None:
-            return self._begin_recorded_rollout(self.live, beside)
-        if self.sink is not None and not beside:
+            return self._begin_recorded_rollout(self.live, in_background)
+        if self.sink is not None and not in_background:
             self._end_rollout()
             self._rollout = self.sink.begin(ROLLOUT)
         return None
@@ -140,7 +145,7 @@ class Controller:
         if not self._order.in_rollout:
             self._order.rollout_without_begin()
         self._order.in_rollout = False
-        if self._rollout is not None:
+        if self._rollout is not None and not self._generations:
             self._end_rollout()
         return None if self.live is None else self.live.end_rollout(metrics)
 
@@ -149,7 +154,7 @@ class Controller:
         self._order.step_ends()
         if self.watch is not None:
             self.watch.takes(metrics)
-            self._end_watched_step(self.watch)
+        self.on_stages_end()
         return None if self.live is None else self._end_step(self.live, metrics)
 
     def on_exception(self, error: BaseException) -> Waits[None] | None:
@@ -160,20 +165,24 @@ class Controller:
         logger.warning("closing the capture after %s: %s", type(error).__name__, error)
         return self.close(in_a_line(error))
 
-    def on_generation(self, runs: bool) -> None:
-        """Begin or end the stage ``rollout`` of generation that overlaps the steps."""
-        if self.watch is not None:
-            self.watch.beside = (ROLLOUT,)
-        self._end_rollout()
-        if runs:
-            is_in_step = self.live is not None and not self.live.step.end_ns
-            if (sink := self.sink if is_in_step else self._watched_stages()) is not None:
-                self._rollout = Context().run(
-                    sink.begin, ROLLOUT
-                )  # no stage of this task nests inside it
+    def on_generation_begin(self) -> None:
+        """Begin a batch in the background of the steps: the first one opens the stage."""
+        with self._generation_lock:
+            if self.watch is not None:
+                self.watch.background = (ROLLOUT,)
+            self._generations += 1
+            if self._generations == 1:
+                self._begin_generation()
 
-    def on_step_over(self) -> None:
-        """Record the end of the step; :meth:`on_step_end` closes its capture later."""
+    def on_generation_end(self) -> None:
+        """End a batch in the background of the steps: the last one ends the stage."""
+        with self._generation_lock:
+            self._generations = max(0, self._generations - 1)
+            if not self._generations:
+                self._end_rollout()
+
+    def on_stages_end(self) -> None:
+        """Record the end of the step; :meth:`on_step_end` closes its capture."""
         if self.watch is not None:
             self._end_watched_step(self.watch)
         live = self.live
@@ -181,8 +190,10 @@ class Controller:
             return
         live.end_step()
         if live.step.step >= live.decision.step_range.last:
-            if self._rollout is not None:
-                self.on_generation(runs=True)  # it ends in the capture, and goes on for the watch
+            with self._generation_lock:
+                if self._generations:  # its stage ends in the capture, and goes on for the watch
+                    self._end_rollout()
+                    self._begin_generation()
             self._pass_stages_to(live.outside)
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -195,11 +206,19 @@ class Controller:
 
     # The loop's stages.
 
-    def _begin_recorded_rollout(self, live: OpenCapture, beside: bool) -> Waits[None]:
-        self._end_rollout()
+    def _begin_recorded_rollout(self, live: OpenCapture, in_background: bool) -> Waits[None]:
+        if not in_background:
+            self._end_rollout()
         yield from live.begin_rollout()
-        if not beside:
+        if not in_background:
             self._rollout = live.log.begin(ROLLOUT)
+
+    def _begin_generation(self) -> None:
+        """Open the stage of generation in the background; no stage of this task nests inside it."""
+        is_in_step = self.live is not None and not self.live.step.end_ns
+        sink = self.sink if is_in_step else self._watched_stages()
+        if sink is not None:
+            self._rollout = Context().run(sink.begin, ROLLOUT)
 
     def _pass_stages_to(self, log: SpanLog | None) -> None:
         if log is not None and self.watch is not None:
@@ -218,8 +237,8 @@ class Controller:
             rollout.end(failed)
 
     def _end_watched_step(self, watch: Watch) -> None:
-        """End the step for the watch, and with the step an open rollout."""
-        if watch.step is not None and not watch.beside:
+        """End the step for the watch, and with the step an open rollout of the loop itself."""
+        if watch.step is not None and not self._generations:
             self._end_rollout(failed=True)
         watch.step_ends()
 
@@ -286,7 +305,6 @@ class Controller:
 
     def _end_step(self, live: OpenCapture, metrics: Mapping[str, Any] | None) -> Waits[None]:
         live.keep(metrics)
-        live.end_step()
         if live.step.step >= live.decision.step_range.last:
             yield from self.close()
 
@@ -408,6 +426,9 @@ class Controller:
         if self.watch is not None:
             live.log.take_over(self.watch.sums, live.step.begin_ns)
             self.watch.capture_begins(live.folder.name if live.request.keep else "")
+        with self._generation_lock:
+            if self._generations and self._rollout is None:  # nothing recorded when it began
+                self._begin_generation()
 
     # Closing.
 

@@ -114,7 +114,7 @@ class HangWatch:
         quiet_s, opened = self._quiet_s(step), self._reporter.stages()
         begin_ns, stage = [
             (step.begin_ns, ""),
-            *(one for one in opened if one[1] not in step.beside),
+            *(one for one in opened if one[1] not in self.loop.background),
         ][-1]
         usual_s, open_s = self._usual_s(stage), (clock.now_ns() - begin_ns) / 1e9
         limit_s = self.loop.options.first_hang_s if usual_s is None else 3 * usual_s

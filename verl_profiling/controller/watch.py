@@ -76,7 +76,7 @@ class Watch:
             the timeout is over.
         recorders: Whether torch's flight recorders are read.
         step: The current step of the loop; ``None`` between steps.
-        beside: Stages of the loop that overlap the steps, such as generation in the background.
+        background: Stages of the loop that overlap the steps, such as generation in the background.
         hangs: Looks whether a step hangs, where this process logs the steps.
     """
 
@@ -100,7 +100,7 @@ class Watch:
         self._next_s = time.monotonic() + LEAST_PAUSE_S
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self.beside: tuple[str, ...] = ()
+        self.background: tuple[str, ...] = ()
         self._failed: set[int] = set()
 
     def begin_with(self, ranks: Ranks, own: WorkerIdentity) -> None:
@@ -156,7 +156,7 @@ class Watch:
         step, self.step = self.step, None
         if step is None:
             return
-        step.end_ns, step.beside = clock.now_ns(), self.beside
+        step.end_ns, step.background = clock.now_ns(), self.background
         self._left_out += (
             len(self._ended) == self._ended.maxlen
         )  # the loop is faster than its watch

@@ -203,7 +203,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         exposed: Exposed times, in order of the stages.
         memory: Memory by role.
         spans: Totals of trajectories and spans, the longest first.
-        beside: Names of stages that overlap the steps, such as generation in an asynchronous loop.
+        background: Names of stages that overlap the steps, such as generation in an asynchronous loop.
         captured: Name of the step folder of a captured step.
         trainer_idle: Idle time of the training processes; ``None`` if unknown.
         rollout_idle: Idle time of the rollout's replicas, or of the stage ``rollout``; ``None`` if
@@ -230,7 +230,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     exposed: list[ExposedStage] = []
     memory: list[RoleMemory] = []
     spans: list[SpanTotal] = []
-    beside: tuple[str, ...] = ()
+    background: tuple[str, ...] = ()
     captured: str = ""
     trainer_idle: Idle | None = None
     rollout_idle: Idle | None = None

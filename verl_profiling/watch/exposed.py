@@ -137,7 +137,7 @@ def _stages(
         return {}
     lanes = [use.lane for use in summary.loop]
     # Background stages are left out: their cost is the loop's wait for them.
-    loop = runs.loop.at(~runs.named(runs.loop, *summary.beside))
+    loop = runs.loop.at(~runs.named(runs.loop, *summary.background))
     names = list(runs.stages)
     calls = len(summary.loop) == 1 and bool(summary.workers or has_workers)
     workers = _Workers(summary, loop, runs) if calls and summary.workers else None
@@ -157,7 +157,7 @@ def _alone(summary: StepSummary, left_ns: int, leads: bool) -> list[ExposedStage
     found: dict[str, ExposedStage] = {}
     busy_until_ns, leader = 0, use.lane if leads else ""
     for name, begin_ns, _, took_ns in sorted(use.each_run(), key=itemgetter(1)):
-        if name in summary.beside:
+        if name in summary.background:
             continue
         if name in found or begin_ns < busy_until_ns:
             return None

@@ -65,7 +65,7 @@ def idle_of(
     )
     if is_unread or not (summary.loop and step_ns):
         return None, None
-    if len(summary.loop) == 1 and not summary.workers and not summary.beside:
+    if len(summary.loop) == 1 and not summary.workers and not summary.background:
         return _alone(summary)
     loop, workers = runs.loop, runs.workers
     roles, role_of, in_loop = (
@@ -87,7 +87,7 @@ def idle_of(
         of_rollout, made = in_loop, loop.at(runs.named(loop, ROLLOUT))
     made = made.at(~runs.named(made, WEIGHT_SYNC))
     stages = [*_by_name(runs, loop)]
-    by_loop = sorted(stages, key=lambda one: one[0] not in summary.beside)
+    by_loop = sorted(stages, key=lambda one: one[0] not in summary.background)
     others = _by_name(runs, workers.at(~trains[workers.who]))
     trainer_idle = _idle(of_training, works, [one[1:] for one in (*others, *by_loop)], step_ns)
     is_apart = runs.named(works, *_APART)
@@ -98,7 +98,7 @@ def idle_of(
         *(one[1:] for one in stages if one[0] in _APART),
     ]
     rollout_idle = _idle(of_rollout, made.own_time(), causes, step_ns)
-    if summary.beside and trainer_idle is not None and rollout_idle is not None:
+    if summary.background and trainer_idle is not None and rollout_idle is not None:
         waits = trainer_idle.cause == ROLLOUT and trainer_idle.share >= _WAITS
         if waits and rollout_idle.cause == TRAINING:  # both cannot wait for each other
             rollout_idle = msgspec.structs.replace(rollout_idle, cause=NO_REQUESTS)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -62,7 +62,6 @@ class AsyncTrainerProfiler(Profiler):
         self._by_version = hasattr(trainer, "current_param_version")
         self._step: int | None = None
         self._is_over = False
-        self._generating = self._by_version
         self._generated_by = self._batch_version = 0
 
     @asynccontextmanager
@@ -72,7 +71,11 @@ class AsyncTrainerProfiler(Profiler):
         """
         async with self._callback:
             with self.activated():
+                if self._by_version:
+                    self._callback.on_generation_begin()
                 yield
+                if self._by_version:
+                    self._callback.on_generation_end()
         await asyncio.to_thread(self.log_rest)
 
     def begins(self, name: str) -> AbstractContextManager[None]:
@@ -87,7 +90,7 @@ class AsyncTrainerProfiler(Profiler):
         if name == _STEP:
             self._is_over = self._version() == self._step if self._by_version else True
             if self._is_over:
-                self._callback.on_step_over()
+                self._callback.on_stages_end()
 
     async def step_begins(self) -> bool:
         """Begin a step; return ``False`` if the next batch has the current parameter version."""
@@ -97,8 +100,7 @@ class AsyncTrainerProfiler(Profiler):
         self._step, self._is_over = step, False
         self._policy_version, self._batch_version = step - 1, self._generated_by
         await self._callback.on_step_begin(step, step - 1)
-        await self._callback.on_rollout_begin(beside=True)
-        self._callback.on_generation(self._generating)
+        await self._callback.on_rollout_begin(in_background=True)
         return True
 
     def no_step(self) -> None:
@@ -118,12 +120,15 @@ class AsyncTrainerProfiler(Profiler):
         await self._callback.on_rollout_end()
         await self._callback.on_step_end(metrics)
 
-    def generation(self, runs: bool) -> None:
-        """Mark the begin or end of the generation of a batch, without awaiting anything."""
-        self._generating = runs
-        if runs:
-            self._generated_by = self._policy_version
-        self._callback.on_generation(runs)
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """Record the generation of a batch in the background."""
+        self._generated_by = self._policy_version
+        self._callback.on_generation_begin()
+        try:
+            yield
+        finally:
+            self._callback.on_generation_end()
 
     def _version(self) -> int:
         version: int = self.trainer.current_param_version
@@ -159,11 +164,8 @@ async def _around_generation(
     profiler = async_profiler(self)
     if profiler is None:
         return await generate(self, *args, **kwargs)
-    profiler.generation(True)
-    try:
+    with profiler.generation():
         return await generate(self, *args, **kwargs)
-    finally:
-        profiler.generation(False)
 
 
 async def _behind_step(validate: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
