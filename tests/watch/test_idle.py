@@ -296,9 +296,13 @@ def use(lane: str, *stages: tuple[str, int, int], spans: Sequence[SpanTotal] = (
     return with_stages(RankUse(lane=lane, role=role, spans=tuple(spans)), times)
 
 
-def judged(loop: Sequence[RankUse], *workers: RankUse, background: tuple[str, ...] = ()) -> StepSummary:
+def judged(
+    loop: Sequence[RankUse], *workers: RankUse, background: tuple[str, ...] = ()
+) -> StepSummary:
     """Return the summary of a step of a second."""
-    made = StepSummary(step=1, begin_ns=BEGIN_NS, end_ns=BEGIN_NS + 1000 * MS, background=background)
+    made = StepSummary(
+        step=1, begin_ns=BEGIN_NS, end_ns=BEGIN_NS + 1000 * MS, background=background
+    )
     made.loop, made.workers = list(loop), list(workers)
     made.exposed = exposed(made, bool(workers))
     made.trainer_idle, made.rollout_idle = idle_of(made, True, StepRuns(made))
@@ -347,7 +351,9 @@ def test_engines_that_wait_for_tools_beside_the_training_do_not_wait_for_it() ->
         "controller", ("rollout", 0, 1000), ("update_actor", 0, 650), ("wait:rollout", 650, 350)
     )
     engine = use("rollout0_rank0", ("generate", 0, 400))
-    made = judged([loop], use("actor_rank0", ("update_actor", 0, 650)), engine, background=("rollout",))
+    made = judged(
+        [loop], use("actor_rank0", ("update_actor", 0, 650)), engine, background=("rollout",)
+    )
     assert made.trainer_idle == Idle(0.35, "rollout", 0.35)
     assert made.rollout_idle is not None
     assert (made.rollout_idle.share, made.rollout_idle.cause) == (0.6, "no requests")

@@ -203,7 +203,8 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         exposed: Exposed times, in order of the stages.
         memory: Memory by role.
         spans: Totals of trajectories and spans, the longest first.
-        background: Names of stages that overlap the steps, such as generation in an asynchronous loop.
+        background: Names of stages that overlap the steps, such as generation in an asynchronous
+            loop.
         captured: Name of the step folder of a captured step.
         trainer_idle: Idle time of the training processes; ``None`` if unknown.
         rollout_idle: Idle time of the rollout's replicas, or of the stage ``rollout``; ``None`` if
