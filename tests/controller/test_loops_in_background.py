@@ -16,7 +16,7 @@ import pytest
 
 from verl_profiling.analysis import open_step
 from verl_profiling.capture.session import Session
-from verl_profiling.step_summary import StepSummary
+from verl_profiling.files.step_summary import StepSummary
 
 PAGE = Path(__file__).parents[2] / "docs" / "asynchronous-loops.md"
 LOOPS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
