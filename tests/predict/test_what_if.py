@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 import shlex
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from drawn_logs import DrawnLog
-from drawn_steps import STAGES, Worker, drawn_inputs, engine, in_group
+from drawn_steps import STAGES, Drawn, Worker, drawn_inputs, engine, in_group
 from step_folders import read_events, rewrite, rewrite_worker
 from step_outcome import printed
 
@@ -25,6 +27,7 @@ from verl_profiling.errors import ConfigError
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import POLLING
+from verl_profiling.numbers.anatomy import CAPTURE_CALLS
 from verl_profiling.predict.prediction import Prediction
 from verl_profiling.report.tables import TABLES
 
@@ -397,7 +400,7 @@ def test_requests_that_enter_a_queue_together_keep_their_order(tmp_path: Path) -
 
 def test_a_tool_takes_its_spans_along_and_leaves_other_calls(tmp_path: Path) -> None:
     """Inner spans are part of a call, a call beside it is not,
-    and one from before the step has no length.
+    and one from before the step has its whole length.
     """
     log = DrawnLog()
     number = log.trajectory(0, 4.5)
@@ -411,9 +414,9 @@ def test_a_tool_takes_its_spans_along_and_leaves_other_calls(tmp_path: Path) -> 
     assert step.what_if(tools={"sandbox": 1.8}).predicted_us == pytest.approx(5.8e6)
     assert step.what_if(tools={"sandbox": 0.1}).predicted_us == pytest.approx(4.8e6)  # after search
     assert step.what_if(tools={"search": 1.2}).predicted_us == pytest.approx(6e6)
-    slower = step.what_if(tools={"search": 3.0})
-    assert slower.predicted_us == pytest.approx(7e6)
-    assert slower.notes[0].startswith("extrapolated: calls of search took 600 ms to 600 ms")
+    assert step.what_if(tools={"search": 3.0}).predicted_us == pytest.approx(7e6)
+    faster = step.what_if(tools={"search": 0.1})
+    assert faster.notes[0].startswith("extrapolated: calls of search took 600 ms to 10.3 s")
     (saved,) = (
         row for row in step.what_if().what_would_help if row.option.startswith("--tools sandbox=")
     )
@@ -522,15 +525,43 @@ def test_the_time_of_the_capture_itself_is_not_scaled(tmp_path: Path) -> None:
     drawn_inputs(tmp_path, STAGES, [worker])
     step = open_step(tmp_path)
     assert path_of(step.what_if())[2:5] == [
-        ("update_actor", "controller", "capture", 0.5),
+        (CAPTURE_CALLS, "controller", "capture", 0.5),
         ("update_actor", "actor_rank0", "work", 2.0),
-        ("update_actor", "controller", "capture", 0.5),
+        (CAPTURE_CALLS, "controller", "capture", 0.5),
     ]
     assert step.what_if(scale={"update_actor": 0.5}).predicted_us == pytest.approx(9e6)
     rewrite_worker(tmp_path, "actor_rank0", stages=[])
     step = open_step(tmp_path)
-    assert ("update_actor", "controller", "own code", 3.0) in path_of(step.what_if())
+    assert ("update_actor", "controller", "own code", 2.0) in path_of(step.what_if())
     assert step.what_if(scale={"update_actor": 0}).predicted_us == pytest.approx(8e6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_stage_has_one_time_in_the_table_and_on_the_path(tmp_path: Path, seed: int) -> None:
+    """Drawn stages of drawn ranks, whose tools start before and stop after their work."""
+    drawn = random.Random(seed)
+    stages, now, ranks = list[Drawn](), 0.0, drawn.randint(1, 4)
+    workers = [Worker("actor", rank, mode="discrete", stages=[]) for rank in range(ranks)]
+    for name in drawn.sample(("old_log_prob", "values", "update_critic", "update_actor"), 3):
+        begin = now + drawn.uniform(0, 0.3)
+        now = begin
+        for worker in drawn.sample(workers, drawn.randint(1, ranks)):
+            edges = [begin + drawn.uniform(0, 0.1)]
+            for seconds in (0.3, 2, 0.3):
+                edges.append(edges[-1] + drawn.uniform(0, seconds))
+            if drawn.random() < 0.8:
+                worker.tool += [("start", *edges[:2], name), ("stop", *edges[2:], name)]
+            worker.stages = [*worker.stages, (name, *edges[1:3])]
+            now = max(now, edges[-1] + drawn.uniform(0, 0.1))
+        stages.append((name, begin, now))
+    drawn_inputs(tmp_path, stages, workers, now + 0.1)
+    report = open_step(tmp_path).report()
+    path = Counter[str]()
+    for part in report.critical_path:
+        path[part.stage.partition(" / ")[0]] += part.duration_us
+    table = {row.name: row.duration_us for row in report.stages if row.depth == 0}
+    assert dict(path) == pytest.approx(table, abs=1)
+    assert (CAPTURE_CALLS in table) == any(worker.tool for worker in workers)
 
 
 def test_ranks_of_an_spmd_program_are_called_by_nobody(tmp_path: Path) -> None:
@@ -559,7 +590,7 @@ def test_the_time_of_the_capture_is_known_in_an_spmd_program(tmp_path: Path) -> 
     rewrite(tmp_path, process=rank0)
     rewrite_worker(tmp_path, "actor_rank0", process=rank0)
     step = open_step(tmp_path)
-    assert path_of(step.what_if())[1] == ("update_actor", "actor_rank0", "capture", 0.5)
+    assert path_of(step.what_if())[1] == (CAPTURE_CALLS, "actor_rank0", "capture", 0.5)
     assert step.what_if(scale={"update_actor": 0.5}).predicted_us == pytest.approx(9e6)
 
 
@@ -642,7 +673,7 @@ def test_a_step_without_the_stage_is_left_out(
         ({"scale": {"rollout": math.nan}}, "rollout=nan is not a finite number"),
         ({"tools": {"search": math.inf}}, "search=inf is not a finite number"),
         ({"no_tail": 0}, "above 0 and at most 100"),
-        ({"tools": {"search": 1}}, "no complete call of 'search'; it has none of any name"),
+        ({"tools": {"search": 1}}, "no call of 'search'; it has none of any name"),
         (
             {"balance": ["reward"]},
             "no stage 'reward' of several workers; choose from: rollout, update_actor",
@@ -821,7 +852,9 @@ def test_a_wait_for_a_rollout_without_end_follows_the_trajectories_that_end_in_i
     assert ("rollout", "agent_loop_rank0 g.1", 2.7) in rows
     assert ("update_actor", "actor_rank0", 6.2) in rows
     assert found.notes == [
-        "rollout goes on after the step, so a change is not applied to all of it"
+        "wait:rollout waits for work that began before the step, so a change is not applied to "
+        "all that it waits for",
+        "rollout goes on after the step, so a change is not applied to all of it",
     ]
     assert step.what_if(scale={"rollout": 0.5}).predicted_us == pytest.approx(8.65e6, rel=0.02)
     assert step.what_if(scale={"update_actor": 0.5}).predicted_us == pytest.approx(6.9e6, rel=0.02)

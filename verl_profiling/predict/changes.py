@@ -19,7 +19,7 @@ import msgspec
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.numbers.lost import ROLLOUT
-from verl_profiling.predict.graph import CAPTURE, LAG_BY, WORK, Graph
+from verl_profiling.predict.graph import LAG_BY, WORK, Graph
 from verl_profiling.predict.kernels import KERNEL
 from verl_profiling.predict.path import Chains, Replay, replay
 from verl_profiling.slices.intervals import length, spans_of
@@ -202,7 +202,7 @@ class Baseline:
         Raises:
             ConfigError: The step has no stage, span or kernel of a name in the changes.
         """
-        took_ns, delay_ns, before_ns = self._times_ns(changes)
+        took_ns, delay_ns = self._times_ns(changes)
         for at in self.waits:
             took_ns[at] = round(took_ns[at] * waits)
         graph = self.graph
@@ -211,7 +211,7 @@ class Baseline:
             graph, after = chains.graph, list(chains.after)
             took_ns, delay_ns = chains.times(took_ns, delay_ns)
         graph = graph.with_polls([changes.scale.get(POLLING, 1.0)] * len(self._took_ns))
-        found = replay(graph, took_ns, delay_ns, after, before_ns)
+        found = replay(graph, took_ns, delay_ns, after)
         if changes.no_tail is None:
             return found
         if not graph.tails:
@@ -225,15 +225,12 @@ class Baseline:
                     "the rollout begins",
                 )
             after[at] = [one for one in after[at] if one not in left_out]
-        return replay(graph, took_ns, delay_ns, after, before_ns)
+        return replay(graph, took_ns, delay_ns, after)
 
     def _times_ns(self, changes: Changes) -> Iterator[list[int]]:
-        """Return the changed durations of segments, delays before them,
-        and times of carried work.
-        """
+        """Return the changed durations of segments, and delays before them."""
         segments = self.graph.segments
         took, delay = list[float](self._took_ns), list[float](self.graph.delay_ns)
-        before = [float(one.before_ns) for one in self.graph.carried]
         for stage, factor in changes.scale.items():
             if stage.startswith(KERNEL):
                 continue
@@ -247,14 +244,12 @@ class Baseline:
                 if stage in one.within:
                     took[at] = one.capture_ns + (took[at] - one.capture_ns) * factor
                 delay[at] *= factor if stage in one.around else 1.0
-            for number, carried in enumerate(self.graph.carried):
-                before[number] *= factor if stage in segments[carried.segment].within else 1.0
         for stage in changes.balance:
             check_name("--balance", f"stage {stage!r} of several workers", stage, self.balanced)
             for at, factor in _shares(self.graph, stage).items():
                 took[at] *= factor
         for name, value in changes.tools.items():
-            check_name("--tools", f"complete call of {name!r}", tool_name(name), self.calls)
+            check_name("--tools", f"call of {name!r}", tool_name(name), self.calls)
             times = factor_of(value)
             for at, call_ns in self.calls[tool_name(name)].items():
                 if times is None:
@@ -266,7 +261,7 @@ class Baseline:
             check_name("--unblock", what, tool_name(name), self.blocked)
             for at in self.blocked[tool_name(name)]:
                 took[at] = 0.0
-        return ([round(ns) for ns in column] for column in (took, delay, before))
+        return ([round(ns) for ns in column] for column in (took, delay))
 
     def hidden_ranks(self, stage: str) -> int:
         """Return the number of ranks in a stage whose waits for each other are not recorded; else
@@ -343,7 +338,7 @@ def _shares(graph: Graph, stage: str) -> dict[int, float]:
     for run in runs.values():
         kinds = {tuple(graph.segments[at].kind for at in ats) for ats in run.values()}
         phases = [list(run.values())]
-        if len(kinds) == 1 and set(*kinds) <= {WORK, CAPTURE}:  # all have the same collectives
+        if len(kinds) == 1 and set(*kinds) == {WORK}:  # all have the same collectives
             phases = [[[at] for at in phase] for phase in zip(*run.values(), strict=True)]
         for phase in phases:
             spans = (

@@ -17,7 +17,7 @@ import numpy as np
 
 from verl_profiling.numbers.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.numbers.lost import ROLLOUT
-from verl_profiling.predict.graph import CAPTURE, DELAY, WORK, Graph
+from verl_profiling.predict.graph import DELAY, WORK, Graph
 from verl_profiling.predict.path import replay
 from verl_profiling.steps.causes import joined_causes
 from verl_profiling.steps.records import BEFORE, OTHERS, UNEXPLAINED
@@ -129,8 +129,6 @@ def _units(graphs: Sequence[Graph], kinds: Mapping[str, str], told: bool) -> _Un
     found: _Units = defaultdict(list)
     for step, graph in enumerate(graphs):
         took = [one.recorded_ns for one in graph.segments]
-        for carried in graph.carried:
-            took[carried.segment] += carried.before_ns
         for at, poll in graph.polls.items():
             took[at] = poll.period_ns
         owned: defaultdict[tuple[str, str, str, object], list[int]] = defaultdict(list)
@@ -149,7 +147,10 @@ def _units(graphs: Sequence[Graph], kinds: Mapping[str, str], told: bool) -> _Un
                 stage = stages[0] if stages else outside
                 part = f"{kind} of {stage}" if whose else stage
                 owned[
-                    CAPTURE_CALLS if kind == CAPTURE else part, kind, stage, (one.who, whose)
+                    CAPTURE_CALLS if one.is_capture and kind != DELAY else part,
+                    kind,
+                    stage,
+                    (one.who, whose),
                 ].append(place)
         times = np.array(took + graph.delay_ns, float)
         for (part, kind, stage, _), places in owned.items():
@@ -188,7 +189,6 @@ def _spans_s(graphs: Sequence[Graph], changes: Sequence[tuple[_Unit, float]] = (
         count = len(graph.segments)
         took = [one.recorded_ns for one in graph.segments]
         times = np.rint(np.array(took + graph.delay_ns, float) * of_step).astype(int).tolist()
-        before = [round(one.before_ns * of_step[one.segment]) for one in graph.carried]
         graph = graph.with_polls(of_step.tolist())
-        spans.append(replay(graph, times[:count], times[count:], None, before).span_ns / 1e9)
+        spans.append(replay(graph, times[:count], times[count:]).span_ns / 1e9)
     return spans

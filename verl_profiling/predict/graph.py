@@ -55,8 +55,8 @@ from verl_profiling.steps.records import (
 from verl_profiling.steps.requests import VALIDATE
 
 LOOP = "controller"
-OWN, CAPTURE, WORK, DELAY = "own code", "capture", "work", "delay"
-"""Kinds of segments: two of the loop, one of workers, and the time before a segment."""
+OWN, WORK, DELAY = "own code", "work", "delay"
+"""Kinds of segments: one of the loop, one of workers, and the time before a segment."""
 LAG_BY = f"{LOOP_LAG} by "
 """Begin of the kind of loop lag whose cause is known."""
 NEXT_POLL = "until the next poll"
@@ -83,8 +83,8 @@ class Segment:
     """A time in which a process, a trajectory or a request does one thing.
 
     Attributes:
-        kind: ``own code`` of the loop, ``capture`` of the step, ``work`` of a worker, the
-            collective, part of a request, or cause of a trajectory's time.
+        kind: ``own code`` of the loop, ``work`` of a worker, the collective, part of a request, or
+            cause of a trajectory's time.
         begin_ns: Begin.
         end_ns: End.
         who: Lane, worker, or the loop.
@@ -92,8 +92,7 @@ class Segment:
         around: Stages around the delay before the segment.
         after: Numbers of the segments that end before this segment begins.
         trajectory: Group and sample of the trajectory.
-        calls: Name and duration (ns) of each call around the segment, the outermost first. Absent
-            are calls that began before the step.
+        calls: Name and duration (ns) of each call around the segment, the outermost first.
         part: Number in :attr:`Graph.parts`, or -1.
         capture_ns: Time of the capture itself in a segment of the loop.
         request: The request that the segment is a part of.
@@ -123,6 +122,11 @@ class Segment:
         return self.kind.startswith(WAIT) and not self.queue
 
     @property
+    def is_capture(self) -> bool:
+        """Whether most of its time is that of the capture itself."""
+        return 2 * self.capture_ns > self.recorded_ns
+
+    @property
     def stage(self) -> str:
         """Outermost stage around the segment; empty outside stages."""
         return self.within[0] if self.within else ""
@@ -140,12 +144,12 @@ class Carried(NamedTuple):
     Attributes:
         segment: Number of the segment with the rest of the work.
         mark: Number of the segment at whose end the next work begins.
-        before_ns: Time of the work in the last step.
+        before: Numbers of the segments of the work in the last step, which are in no order.
     """
 
     segment: int
     mark: int
-    before_ns: int
+    before: list[int]
 
 
 class Poll(NamedTuple):
@@ -178,6 +182,7 @@ class _Run:
         end_ns: End.
         row: Row of runs that follow each other.
         pieces: Parts of a trajectory or request.
+        before: Parts of a trajectory before the step, if it is in a call when the step begins.
         trajectory: Group and sample of the trajectory.
         around: Stage that waits for the run, if the run begins earlier.
         inner: Runs that begin because of this run.
@@ -195,6 +200,7 @@ class _Run:
     end_ns: int
     row: object = None
     pieces: list[Segment] = field(default_factory=list)
+    before: list[Segment] = field(default_factory=list)
     trajectory: str = ""
     around: tuple[str, ...] = ()
     inner: list[_Run] = field(default_factory=list)
@@ -244,6 +250,7 @@ class Graph:
         tails: Number of a segment, and those of a rollout's trajectories or requests that it waits
             for.
         idle: Time in which all lanes of a process were idle, by process.
+        capture: Time in which the loop only waited for tools.
         carried: Work that began in the last step.
         polls: The polls with which a segment ends, by its number.
         assumed: Number of edges by assumption.
@@ -267,6 +274,7 @@ class Graph:
     parts: list[tuple[str, str, int]] = field(default_factory=list)
     tails: dict[int, list[int]] = field(default_factory=dict)
     idle: dict[str, Spans] = field(default_factory=dict)
+    capture: Spans = field(default_factory=lambda: EMPTY)
     carried: list[Carried] = field(default_factory=list)
     polls: dict[int, Poll] = field(default_factory=dict)
     assumed: Counter[str] = field(default_factory=Counter)
@@ -289,8 +297,10 @@ class Graph:
     def close(self) -> None:
         """Set order and delays, once all segments are there."""
         found = self.segments
+        in_last_step = chain.from_iterable(one.before for one in self.carried)
         self.order = sorted(
-            range(len(found)), key=lambda at: (found[at].begin_ns, found[at].end_ns, at)
+            set(range(len(found))).difference(in_last_step),
+            key=lambda at: (found[at].begin_ns, found[at].end_ns, at),
         )
         self.delay_ns, self.behind = [0] * len(found), {}
         last: dict[
@@ -390,15 +400,38 @@ def _add_carried(
     builder: _Builder, root: _Run, carried: Iterable[tuple[list[_Run], _Run, _Run]]
 ) -> None:
     """Let the work of the last step end as the next work of this step will."""
+    segments = builder.graph.segments
     for early, mark, stage in carried:
+        since_ns = root.begin_ns - (root.end_ns - mark.begin_ns)
         for work in early:
-            builder.graph.carried.append(
-                Carried(work.entry, mark.exit, root.end_ns - mark.begin_ns)
-            )
+            first = len(segments)
+            segments += _before_step(segments[work.entry], work.before, since_ns, root.begin_ns)
+            before = list(range(first, len(segments)))
+            builder.graph.carried.append(Carried(work.entry, mark.exit, before))
             builder.link(work.exit, stage.entry)  # if the work ended before the step
-        builder.graph.segments[mark.entry].after.append(
-            stage.exit
-        )  # the next work begins after this one
+        # The next work begins after this one.
+        segments[mark.entry].after.append(stage.exit)
+
+
+def _before_step(
+    entry: Segment, parts: Sequence[Segment], since_ns: int, until_ns: int
+) -> Iterator[Segment]:
+    """Yield the segments of work in the last step.
+
+    Args:
+        entry: First segment of the work in this step.
+        parts: What the work did in the last step, if that is known.
+        since_ns: Begin of the work in a last step that was like this one, which the parts fill.
+        until_ns: Begin of this step.
+    """
+    parts = parts or [Segment(entry.kind, since_ns, until_ns, request=entry.request)]
+    first_ns = parts[0].begin_ns
+    factor = (until_ns - since_ns) / (parts[-1].end_ns - first_ns)
+    for one in parts:
+        one.begin_ns = since_ns + round((one.begin_ns - first_ns) * factor)
+        one.end_ns = since_ns + round((one.end_ns - first_ns) * factor)
+        one.who, one.within, one.trajectory = entry.who, entry.within, entry.trajectory
+        yield one
 
 
 def _add_waits(graph: Graph, limits: Iterable[Limit]) -> None:
@@ -416,16 +449,16 @@ def _add_waits(graph: Graph, limits: Iterable[Limit]) -> None:
 
 
 def _mark_capture(graph: Graph, step: Step, who: str) -> None:
-    """Set the time of the capture itself in the segments of the loop."""
+    """Add the time of the capture itself, and set it in the segments of the loop."""
+    graph.capture = capture_time(step)
     own = [
         one
         for one in graph.segments
         if one.who == who and one.kind in (OWN, WORK) and not one.trajectory
     ]
     spans = np.array([(one.begin_ns, one.end_ns) for one in own], np.int64).reshape(-1, 2)
-    for one, capture_ns in zip(own, overlaps(spans, capture_time(step)).tolist(), strict=True):
+    for one, capture_ns in zip(own, overlaps(spans, graph.capture).tolist(), strict=True):
         one.capture_ns = capture_ns
-        one.kind = CAPTURE if 2 * capture_ns > one.recorded_ns else one.kind
 
 
 class _Loop:
@@ -521,8 +554,7 @@ class _Loop:
     def roll_out(self, of_workers: Mapping[str, Sequence[_Run]], runs: Iterable[_Run]) -> None:
         """Let stages wait for trajectories and requests."""
         rollouts = [stage for stage in self.stages if stage.name in (ROLLOUT, VALIDATE)]
-        waiting = [stage for stage in self.stages if stage.name == WAIT + ROLLOUT]
-        waiting = [stage for stage in waiting if all(one.name != ROLLOUT for one in stage.waits)]
+        waiting = self._for_rollouts_without_a_stage()
         for run in runs:
             homes = [
                 stage for stage in of_workers.get(run.who, ()) if stage.holds(run, self._error_ns)
@@ -533,10 +565,15 @@ class _Loop:
             if run.end_ns >= self.root.end_ns or (not homes and self._is_beside(run)):
                 self.loose.append(run)
                 continue
-            for stage in waiting:  # for a rollout that never ends
-                if run.ends_in(stage):
+            home = self._join(run, homes, _ROLLOUT)
+            for stage in waiting:
+                if run.ends_in(stage) and stage is not home:
                     stage.waits.append(run)
-            self._join(run, homes, _ROLLOUT)
+
+    def _for_rollouts_without_a_stage(self) -> list[_Run]:
+        """Return the waits for a rollout that never ends, or that is no stage."""
+        waits = [stage for stage in self.stages if stage.name == WAIT + ROLLOUT]
+        return [stage for stage in waits if all(one.name != ROLLOUT for one in stage.waits)]
 
     def _around(self, run: _Run) -> list[_Run]:
         """Return the stages around a run that have no stage of a worker with their name."""
@@ -585,12 +622,11 @@ class _Loop:
 
     def _ended(self, later: Sequence[int]) -> Iterator[tuple[list[_Run], _Run, _Run]]:
         """Yield the work for which a rollout waits that ends in the step."""
-        root = self.root
-        for stage in self.stages:
-            early = [
-                one for one in stage.waits if one.begin_ns <= root.begin_ns and one.who != root.who
-            ]
-            if stage.name != ROLLOUT or stage in self._beside or (stage.waits and not early):
+        root, waiting = self.root, self._for_rollouts_without_a_stage()
+        rollouts = [one for one in self.stages if one.name == ROLLOUT and one not in self._beside]
+        for stage in (*rollouts, *waiting):
+            early = list(self._early(stage))
+            if not early and (stage.waits or stage in waiting):
                 continue
             next_ns = min((ns for ns in later if ns >= stage.end_ns), default=root.end_ns)
             if next_ns == root.end_ns:
@@ -608,6 +644,14 @@ class _Loop:
                 early = [_before(root, stage.end_ns)]
                 stage.waits += early
             yield early, _mark(root, next_ns), stage
+
+    def _early(self, stage: _Run) -> Iterator[_Run]:
+        """Yield the work from before the step that a stage waits for, in place of stages around
+        it.
+        """
+        for one in stage.waits:
+            if one.begin_ns <= self.root.begin_ns and one.who != self.root.who:
+                yield from list(self._early(one)) or [one]
 
     def _going_on(self, later: Sequence[int]) -> Iterator[tuple[list[_Run], _Run, _Run]]:
         """Yield the work that is like that of a rollout which goes on after the step."""
@@ -739,6 +783,18 @@ def _end_of(segment: Segment) -> int:
     return segment.end_ns
 
 
+class _Call(NamedTuple):
+    """A span, with the time before the step."""
+
+    name: str
+    begin_ns: int
+    end_ns: int
+
+
+def _calls(around: Iterable[_Call]) -> _Calls:
+    return tuple((call.name, call.end_ns - call.begin_ns) for call in around)
+
+
 class _Parts:
     """Divides the time of trajectories into segments.
 
@@ -750,18 +806,12 @@ class _Parts:
     def __init__(self, records: Records, served: Mapping[int, Request]) -> None:
         self._records, self._served = records, served
         self._queued = _queued(records, served)
-        self._around: list[
-            list[tuple[int, tuple[str, int]]]
-        ] = []  # end and call of each span and all around
+        self._around = list[list[_Call]]()  # each span and all around it
         took, spans = defaultdict[str, list[int]](list), records.spans
-        for owner, name, begin, end, parent in _rows(
-            spans.trajectory, spans.name, spans.begin, spans.end, spans.parent
-        ):
-            self._around.append(self._around[parent] if parent >= 0 else [])
-            own = records.trajectories[owner] if owner >= 0 else None
-            if own is None or not (own.cut_begin and begin == own.begin_ns):
-                self._around[-1] = [*self._around[-1], (end, (records.names[name], end - begin))]
-                took[records.names[name]].append(end - begin)
+        for name, begin, end, parent in _rows(spans.name, spans.since, spans.end, spans.parent):
+            around = self._around[parent] if parent >= 0 else []
+            self._around.append([*around, _Call(records.names[name], begin, end)])
+            took[records.names[name]].append(end - begin)
         self._mean_ns = {name: round(sum(times) / len(times)) for name, times in took.items()}
         self._blocks = defaultdict[int, list[tuple[int, int]]](list)
         blocks = records.blocks
@@ -772,12 +822,22 @@ class _Parts:
         """Return the kind of a time, and the calls around it;
         loop lag is part of the call that blocks.
         """
-        kind, own_calls = self._records.names[cause], self._around[span] if span >= 0 else []
+        kind, around = self._records.names[cause], self._around[span] if span >= 0 else []
         if kind == LOOP_LAG and (place := bisect_left(self._blocks[loop], (end,))):
             blocker = self._records.blockers[self._blocks[loop][place - 1][1]][1]
             mean_ns = self._mean_ns.get(blocker, 0)
             return LAG_BY + blocker, ((blocker, mean_ns),) if mean_ns else ()
-        return kind, tuple(call for until, call in own_calls if until > begin)
+        return kind, _calls(call for call in around if call.end_ns > begin)
+
+    def before(self, span: int, since_ns: int, until_ns: int) -> list[Segment]:
+        """Return a trajectory's time from its begin to an instant in a span, by open calls."""
+        opened = [call for call in self._around[span] if call.begin_ns < until_ns]
+        ends_ns = [*(call.begin_ns for call in opened), until_ns]
+        parts = [Segment(BEFORE, since_ns, ends_ns[0])]
+        for number, call in enumerate(opened, start=1):
+            calls = _calls(opened[:number])
+            parts.append(Segment(call.name, call.begin_ns, ends_ns[number], calls=calls))
+        return parts
 
     def of(self, rows: Iterable[tuple[int, ...]]) -> list[Segment]:
         """Return the segments of a trajectory; rows are owner, begin, end, cause, loop and span."""
@@ -816,10 +876,14 @@ def _trajectories(
     first = np.searchsorted(pieces.owner[order], np.arange(len(records.trajectories) + 1)).tolist()
     for number, one in enumerate(records.trajectories):
         if not one.cut_end:
-            found = _acquired(parts.of(rows[first[number] : first[number + 1]]), holds[number])
+            mine = rows[first[number] : first[number + 1]]
+            found = _acquired(parts.of(mine), holds[number])
             title = f"{one.said.group}.{one.said.sample}" if one.said.group else str(number)
             run = _Run(one.lane, "", "", one.begin_ns, one.end_ns, pieces=found, trajectory=title)
             run.is_cut = one.cut_begin
+            first_span = mine[0][-1] if mine else -1
+            if one.cut_begin and first_span >= 0:
+                run.before = parts.before(first_span, one.since_ns, one.begin_ns)
             yield run
 
 

@@ -94,7 +94,6 @@ def replay(
     took_ns: Sequence[int] | None = None,
     delay_ns: Sequence[int] | None = None,
     after: Sequence[Sequence[int]] | None = None,
-    before_ns: Sequence[int] | None = None,
 ) -> Replay:
     """Return the times of a step in which each segment begins as soon as its edges and its delay
     permit.
@@ -113,14 +112,12 @@ def replay(
         took_ns: Duration of each segment; by default as recorded.
         delay_ns: Delay before each segment; by default as recorded.
         after: Edges to each segment; by default as recorded.
-        before_ns: Time of each carried work in the last step; by default as recorded.
     """
-    before_ns = [one.before_ns for one in graph.carried] if before_ns is None else before_ns
     took_ns = [one.recorded_ns for one in graph.segments] if took_ns is None else took_ns
     delay_ns = graph.delay_ns if delay_ns is None else delay_ns
     after = [one.after for one in graph.segments] if after is None else after
     took_ns = list(took_ns)
-    whole_ns = [took_ns[one.segment] + ns for one, ns in zip(graph.carried, before_ns, strict=True)]
+    whole_ns = [sum(took_ns[at] for at in (one.segment, *one.before)) for one in graph.carried]
     last_ns = [0] * len(whole_ns)
     for _ in range(_MOST_STEPS):
         run = _Schedule(graph, took_ns, delay_ns, after)

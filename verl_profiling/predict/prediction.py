@@ -6,17 +6,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import ClassVar
 
 import msgspec
+import numpy as np
 
 from verl_profiling.manifest import POLLING, WAIT
-from verl_profiling.numbers.anatomy import OUTSIDE_STAGES
+from verl_profiling.numbers.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.numbers.columns import HelpRow, PathRow, added
 from verl_profiling.predict.changes import TOOL, Baseline, Changes, tool_name
 from verl_profiling.predict.graph import DELAY, LAG_BY, WORK, Graph
-from verl_profiling.predict.path import Replay, chains_of, critical_path, replay, slacks_ns
+from verl_profiling.predict.path import (
+    PathPart,
+    Replay,
+    chains_of,
+    critical_path,
+    replay,
+    slacks_ns,
+)
 from verl_profiling.predict.resources import on_resources
 from verl_profiling.slices.intervals import length, spans_of, within
 from verl_profiling.steps.records import GENERATE
@@ -24,6 +33,7 @@ from verl_profiling.steps.records import GENERATE
 _NOT_STEADY = (
     "the predicted step is not the mean step: each step leaves more or less work to the next"
 )
+CAPTURE = "capture"
 _LEAST_SHARE = 0.001  # least saved share of the step of a listed change
 _NOISE = 0.03  # share of the step added on each side of an interval: equal steps differ by as much
 # two spans are one change if one holds the other and takes at most this share longer
@@ -274,41 +284,74 @@ def _helps(baseline: Baseline, found: Replay, changes: Changes) -> list[HelpRow]
 
 
 def _path_rows(replayed: Replay, is_idle_known: bool) -> list[PathRow]:
-    graph, rows = replayed.graph, list[PathRow]()
+    rows = list[PathRow]()
     for part in critical_path(replayed):
-        one = graph.segments[part.segment]
-        stages = one.around if part.is_delay else one.within
-        row = PathRow(
-            stage=" / ".join(stages) or OUTSIDE_STAGES,
-            who=f"{one.who} {one.trajectory}" if one.trajectory else one.who,
-            worker=one.who,
-            kind=DELAY if part.is_delay else one.kind,
-            begin_us=(part.begin_ns - graph.begin_ns) / 1000,
-            duration_us=(part.end_ns - part.begin_ns) / 1000,
-            share=(part.end_ns - part.begin_ns) / max(replayed.span_ns, 1),
-            idle_us=_idle_us(replayed, part.segment)
-            if is_idle_known and not part.is_delay
-            else None,
-        )
-        if rows and (row.stage, row.who, row.kind) == (rows[-1].stage, rows[-1].who, rows[-1].kind):
-            row = added(rows.pop(), row)
-        rows.append(row)
+        for begin_ns, end_ns, is_capture in _without_capture(replayed.graph, part):
+            time = part._replace(begin_ns=begin_ns, end_ns=end_ns)
+            row = _path_row(replayed, time, is_capture, is_idle_known)
+            key = (row.stage, row.who, row.kind)
+            if rows and key == (rows[-1].stage, rows[-1].who, rows[-1].kind):
+                row = added(rows.pop(), row)
+            rows.append(row)
     return rows
 
 
-def _idle_us(replayed: Replay, at: int) -> float | None:
+def _path_row(replayed: Replay, part: PathPart, is_capture: bool, is_idle_known: bool) -> PathRow:
+    graph, one = replayed.graph, replayed.graph.segments[part.segment]
+    stage = " / ".join(one.around if part.is_delay else one.within) or OUTSIDE_STAGES
+    kind = DELAY if part.is_delay else one.kind
+    return PathRow(
+        stage=CAPTURE_CALLS if is_capture else stage,
+        who=f"{one.who} {one.trajectory}" if one.trajectory else one.who,
+        worker=one.who,
+        kind=CAPTURE if is_capture else kind,
+        begin_us=(part.begin_ns - graph.begin_ns) / 1000,
+        duration_us=(part.end_ns - part.begin_ns) / 1000,
+        share=(part.end_ns - part.begin_ns) / max(replayed.span_ns, 1),
+        idle_us=_idle_us(graph, part) if is_idle_known and kind == WORK else None,
+    )
+
+
+def _without_capture(graph: Graph, part: PathPart) -> Iterator[tuple[int, int, bool]]:
+    """Divide a part of the path by the capture itself, as the table of stages is divided.
+
+    The capture's time stays as recorded; the rest of a part takes what is left of it.
+
+    Yields:
+        Begin, end, and whether it is the capture.
+    """
+    one = graph.segments[part.segment]
+    since_ns, until_ns = one.begin_ns, one.end_ns
+    if part.is_delay:
+        since_ns, until_ns = one.begin_ns - graph.delay_ns[part.segment], one.begin_ns
+    captures = within(graph.capture, since_ns, until_ns)
+    if not len(captures):
+        yield part.begin_ns, part.end_ns, False
+        return
+    took_ns = np.diff([since_ns, *captures.ravel(), until_ns]).astype(float)
+    captured_ns = min(length(captures), part.end_ns - part.begin_ns)
+    took_ns[::2] *= (part.end_ns - part.begin_ns - captured_ns) / max(took_ns[::2].sum(), 1)
+    took_ns[1::2] *= captured_ns / max(length(captures), 1)
+    edges = part.begin_ns + np.rint(np.append(0, np.cumsum(took_ns))).astype(int)
+    for number, (begin_ns, end_ns) in enumerate(pairwise(edges.tolist())):
+        if end_ns > begin_ns:
+            yield begin_ns, end_ns, number % 2 == 1
+
+
+def _idle_us(graph: Graph, part: PathPart) -> float | None:
     """Return the time in which all lanes of a worker are idle; ``None`` if no lane is recorded."""
-    graph, one = replayed.graph, replayed.graph.segments[at]
-    if one.kind != WORK or one.who not in graph.idle:
+    one = graph.segments[part.segment]
+    if one.who not in graph.idle:
         return None
     idle_ns = length(within(graph.idle[one.who], one.begin_ns, one.end_ns))
-    factor = replayed.took_ns[at] / max(one.recorded_ns, 1)  # as if the idle share stayed
-    return idle_ns / 1000 * factor
+    # As if the idle share stayed.
+    return idle_ns / 1000 * (part.end_ns - part.begin_ns) / max(one.recorded_ns, 1)
 
 
 def _slack_rows(replayed: Replay) -> list[SlackRow]:
     found: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-    for at, one in enumerate(replayed.graph.segments):
+    for at in sorted(replayed.order):
+        one = replayed.graph.segments[at]
         if replayed.took_ns[at] > 0:
             found[one.stage or OUTSIDE_STAGES, one.who].append(at)
     slack, end_ns, took_ns = slacks_ns(replayed), replayed.end_ns, replayed.took_ns

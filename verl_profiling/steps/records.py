@@ -126,7 +126,7 @@ class Trajectory(NamedTuple):
         said: Record of the trajectory, on the clock of its process.
         begin_ns: Begin of the recorded part, on the controller's clock.
         end_ns: End of the recorded part, on the controller's clock.
-        cut_begin: Whether the trajectory began before the recording or the step.
+        since_ns: Begin of the trajectory, on the controller's clock.
         cut_end: Whether the trajectory ended after the step or the recording.
         loop: Number of the event loop, counted over all processes, or -1.
         unseen_begin: Whether the trajectory began before the recording, so that spans may be
@@ -141,12 +141,17 @@ class Trajectory(NamedTuple):
     said: TrajectoryRecord
     begin_ns: int
     end_ns: int
-    cut_begin: bool
+    since_ns: int
     cut_end: bool
     loop: int
     unseen_begin: bool
     whole_log: bool
     failed_in: str | None
+
+    @property
+    def cut_begin(self) -> bool:
+        """Whether the trajectory began before the recording or the step."""
+        return self.since_ns < self.begin_ns
 
     @property
     def validate(self) -> bool:
@@ -177,6 +182,7 @@ class SpanTable(NamedTuple):
         failed: 1 if the span raised.
         open: 1 if the span continued after ``end``, because it was open in the log or ``end`` is
             clipped.
+        since: Begin (unix ns) of the whole span, before ``begin`` if that is clipped.
         parent: Number of the innermost span that was open at the begin of the span, or -1.
         reach: End (unix ns) of the span, or of an inner span that ends later.
     """
@@ -189,6 +195,7 @@ class SpanTable(NamedTuple):
     loop: Ints
     failed: Ints
     open: Ints
+    since: Ints
     parent: Ints
     reach: Ints
 
@@ -240,7 +247,7 @@ class Records:
         self.requests: dict[int, str] = {}
         self._names = dict(CAUSE_NUMBERS)
         self._blockers: dict[tuple[str, str], tuple[int, Counter[str]]] = {}
-        self._spans: list[Ints] = [np.empty((0, 8), np.int64)]
+        self._spans: list[Ints] = [np.empty((0, 9), np.int64)]
         self._parents, self._ends, self._reach = array("q"), array("q"), array("q")
         self._blocks: list[Ints] = [np.empty((0, 5), np.int64)]
         self._loops = 0
@@ -273,7 +280,7 @@ class Records:
                     said=record,
                     begin_ns=first,
                     end_ns=last,
-                    cut_begin=first > record.begin_ns - self._offset,
+                    since_ns=record.begin_ns - self._offset,
                     cut_end=last < record.end_ns - self._offset or record.status == "running",
                     loop=self._loop_of.get(record.loop, NO_SPAN),
                     unseen_begin=record.begin_ns < log.begin_ns,
@@ -318,10 +325,10 @@ class Records:
             cause = self._names.setdefault(name, len(self._names))
             loop = self._loop_of.get(span.loop, NO_SPAN)
             goes_on = span.open or span.end_ns - self._offset > end
-            rows.append(
-                (number, len(self.roles) - 1, cause, begin, end, loop, span.failed, goes_on)
-            )
-        self._spans.append(np.array(rows, dtype=np.int64).reshape(-1, 8))
+            since = min(span.begin_ns - self._offset, begin)
+            process = len(self.roles) - 1
+            rows.append((number, process, cause, begin, end, loop, span.failed, goes_on, since))
+        self._spans.append(np.array(rows, dtype=np.int64).reshape(-1, 9))
         return owners
 
     def _open_around(self, span: int, begin: int, end: int) -> int:
