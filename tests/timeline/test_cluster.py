@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,8 +76,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     disk = tmp_path_factory.mktemp("run")
     disks = {name: tmp_path_factory.mktemp(name) for name in NODES}
     paths = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
+    # the nodes note their cluster there, as that of this machine, and leave the note;
+    # short, as the paths of sockets are
+    temporary = tempfile.mkdtemp()
     ray.init(
         "local",
+        _temp_dir=temporary,
         num_cpus=0,
         include_dashboard=False,
         log_to_driver=False,
@@ -98,6 +103,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         node.terminate()
         node.wait(60)
     ray.shutdown()
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def alive() -> set[str]:
