@@ -39,10 +39,10 @@ from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.predict.graph import WORK, Graph, Segment
 from verl_profiling.slices.intervals import Spans, union
 from verl_profiling.steps import kinds
-from verl_profiling.steps.activity import to_spans
 from verl_profiling.steps.cluster import results
 from verl_profiling.steps.content import Limits
 from verl_profiling.steps.records import FROM_THE_ENGINE, LOOP_LAG, TO_THE_ENGINE
+from verl_profiling.steps.rows import to_spans
 from verl_profiling.steps.step import Source, StepInputs
 from verl_profiling.steps.trace import Trace
 

@@ -14,10 +14,11 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.trajectory_log import TrajectoryLog
 from verl_profiling.manifest import Request
 from verl_profiling.slices.intervals import grouped
-from verl_profiling.steps.activity import LaneJob, LaneTraces, lane_job, read_lane
+from verl_profiling.steps.activity import read_lane
 from verl_profiling.steps.calls import Calls, matched_calls
 from verl_profiling.steps.causes import Pieces, pieces_of
 from verl_profiling.steps.cluster import results
+from verl_profiling.steps.lane_events import LaneJob, LaneTraces, lane_job
 from verl_profiling.steps.lanes import Step
 from verl_profiling.steps.records import Records, read_logs
 from verl_profiling.steps.requests import requests_of

@@ -1,0 +1,375 @@
+"""Reads the traces of one lane into columns.
+
+A row is an event of work: its begin and end (ns), its key and its launch. Rows of devices are
+kept, 28 bytes each. Host rows are reduced to intervals chunk by chunk; after the first device
+event, no more host rows are kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from itertools import compress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.manifest import StageSpan
+from verl_profiling.slices.intervals import Ints, Spans, union
+from verl_profiling.slices.observed import Recording, extended
+from verl_profiling.steps.content import Limits
+from verl_profiling.steps.kinds import (
+    COMMUNICATION,
+    HOST_COMMUNICATION,
+    ITERATION,
+    NO_WORK,
+    NOTHING,
+    UNKNOWN,
+    Group,
+    communicates,
+    group_of,
+    is_launch,
+    is_strange_iteration,
+    kind_of,
+    npu_kind,
+    only_group,
+    parse_iteration,
+)
+from verl_profiling.steps.lanes import Lane, Step
+from verl_profiling.steps.rows import Key, Keys, KeyTable, Rows, joined, to_spans
+from verl_profiling.steps.step import Source, StepInputs
+from verl_profiling.steps.trace import NO_ARGS, Event, Trace
+
+_CHUNK_BYTES = 2 << 20  # JSON per chunk: long arrays, but events stay in a CPU cache
+LONGEST_NAME = 40
+"""Characters of the name of a device or a category."""
+_BETWEEN_DEVICES = ("nccl", "hccl", "xccl", "rccl")  # backends of torch.distributed
+_CALLS = ("runtime", "driver")  # how categories of calls that enqueue work on a device end
+_CORRELATION = re.compile(rb'"correlation"\s*:\s*"?([1-9]\d{0,9})\b')  # of 32 bits; 0 is none
+_IGNORED = -1  # number of the key of an event that is no work
+_OF_A_STREAM = re.compile(rb'"(?:device|stream)"\s*:\s*"?\d')
+_TASK_TYPE = re.compile(rb'"Task Type"\s*:\s*"([^"]*)"')
+# the first number is the group of an NPU's collective
+_CALL_NUMBER = re.compile(r"_*_(\d+)_\d+_\d+$")
+
+
+class LaneJob(msgspec.Struct, frozen=True, kw_only=True):
+    """The inputs of a process that reads the traces of one lane.
+
+    Attributes:
+        sources: The traces.
+        limits: Limits on reading each trace.
+        communication: Regular expressions of further communication kernels.
+        is_captured: Whether the step has a manifest.
+        stages: The outermost stages of the lane, in order.
+        marks: Names of the worker's stages: operators in traces of torch_npu, but no work.
+        between: Begin and end of the step (unix ns), if the traces hold several steps.
+        unrecorded: Kind of the lane's device, if the artifacts show that the device was in use but
+            not recorded.
+    """
+
+    sources: list[Source]
+    limits: Limits
+    communication: tuple[str, ...]
+    is_captured: bool
+    stages: list[StageSpan]
+    marks: set[str]
+    between: tuple[int, int] | None
+    unrecorded: str
+
+
+def lane_job(sources: list[Source], step: Step, inputs: StepInputs) -> LaneJob:
+    """Return the inputs for the traces of one lane of a step."""
+    workers = [worker for worker in step.workers if worker.name == sources[0].worker]
+    return LaneJob(
+        sources=sources,
+        limits=inputs.limits,
+        communication=inputs.communication,
+        is_captured=step.manifest is not None,
+        stages=step.stages_of(sources[0]),
+        marks={span.name for worker in workers for span in worker.stages},
+        between=(step.begin_ns, step.end_ns) if inputs.capture else None,
+        unrecorded=step.unrecorded_device(sources[0]),
+    )
+
+
+class LaneTraces(msgspec.Struct, kw_only=True):
+    """The content of the traces of one lane.
+
+    Attributes:
+        lanes: One lane per device, or the host's lane if there is no device.
+        paths: The readable traces.
+        events: Number of events read.
+        problems: Sentences on unreadable parts.
+        notes: Sentences on limits of the report's numbers.
+        has_stacks: Whether Python frames were recorded.
+    """
+
+    lanes: list[Lane] = []
+    paths: list[Path] = []
+    events: int = 0
+    problems: list[str] = []
+    notes: list[str] = []
+    has_stacks: bool = False
+
+    def note(self, sentence: str) -> None:
+        """Add a sentence on a limit of the numbers."""
+        self.notes.append(f"{self.paths[0].name}: {sentence}")
+
+
+class LaneEvents:
+    """The events of the traces of one lane.
+
+    Attributes:
+        job: The inputs.
+        traces: Paths, problems and notes of the traces.
+        table: The keys of the events.
+        rows: Device rows; until a device event is read, host rows.
+        behind: Device rows behind the step, of launches in the step.
+        calls: Launches, their begins, and whether they launch graphs.
+        host: Spans of work on the host.
+        blocked: Spans in which the host is blocked.
+        iterations: Begin, end and tokens of the iterations of an engine.
+        names: Device names by process.
+        categories: Categories until the first event of work.
+        unknown: Unknown categories, in order.
+        strange: Annotations of an engine that are not understood, in order.
+        groups: The only process group of each trace.
+        recordings: The extent of each trace.
+        cut_off: Names of the files that are cut off.
+        has_device: Whether there are events of a device.
+        says_device: Whether a trace lists a device.
+        launches: Whether work was launched on a device.
+        works: Whether there is work on the host.
+    """
+
+    def __init__(self, job: LaneJob) -> None:
+        self.job, self.traces, self.table = job, LaneTraces(), KeyTable()
+        self.rows: list[Rows] = []
+        self.behind: list[Rows] = []
+        self.calls = [np.empty((3, 0), np.int64)]
+        self.host: list[Spans] = []
+        self.blocked: list[Spans] = []
+        self.iterations: list[tuple[int, ...]] = []
+        self.names: dict[object, str] = {}
+        self.categories: set[str] = set()
+        self.unknown: dict[str, None] = {}
+        self.strange: dict[str, None] = {}
+        self.groups: set[Group | None] = set()
+        self.recordings: list[Recording] = []
+        self.cut_off: list[str] = []
+        self.has_device = self.says_device = self.launches = self.works = False
+        check = communicates(job.communication)
+        self._kind = cache(
+            lambda category, name: NOTHING if name in job.marks else kind_of(category, name, check)
+        )
+        self._labels: dict[object, str] = {}
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._on_streams: set[object] = set()  # processes whose events name a device or a stream
+        # The next three are of one trace.
+        self._said: dict[tuple[str, object, object], str] = {}
+        self._task_types: dict[int, bytes] = {}  # by number of the key
+        self._waiting: list[Rows] = []
+        for source in job.sources:
+            try:
+                self._read(source)
+            except TraceFormatError as error:
+                self.traces.problems.append(str(error))
+
+    def is_of_device(self, pid: object) -> bool:
+        """Return whether a process is a device, by its label or by its events."""
+        label = self._labels.get(pid, "")
+        return _is_device(label) if label else pid in self._on_streams
+
+    def _read(self, source: Source) -> None:
+        """Read one trace."""
+        trace = Trace(source.file, self.job.limits, source.pids)
+        self.traces.paths.append(source.path)
+        self.groups.add(only_group(trace.metadata.get("distributedInfo")))
+        self.recordings.append(Recording(limits=source.recorded_ns))
+        self._said.clear()
+        self._task_types.clear()
+        self._waiting.clear()
+        try:
+            for events in trace.chunks(_CHUNK_BYTES):
+                self._add_names(events)
+                self._add_chunk(events, trace.base_ns - source.offset_ns)
+        finally:
+            self._add_tasks()
+            self._add_extent(trace, source)
+            self._add_devices(trace)
+
+    def _add_extent(self, trace: Trace, source: Source) -> None:
+        """Add the extent of a trace that was read, and sentences on it."""
+        recording = self.recordings[-1]
+        base_ns = trace.base_ns - source.offset_ns
+        recording.holes = [(base_ns + begin, base_ns + end) for begin, end in trace.holes_ns]
+        recording.is_cut_off = trace.truncated
+        name = source.path.name
+        if trace.truncated:
+            self.cut_off.append(name)
+        self.traces.events += trace.events
+        self.traces.problems += [f"{name}: {warning}" for warning in trace.warnings]
+        self.traces.notes += [f"{name}: {note}" for note in trace.notes()]
+
+    def _add_devices(self, trace: Trace) -> None:
+        """Add the devices in the header and in the labels of a trace that was read."""
+        for (what, pid, _), label in self._said.items():
+            if what == "process_labels":
+                self._labels.setdefault(pid, label)
+                self.says_device |= _is_device(label)
+        for pid in {key.pid for key in self.table.keys}:
+            self.names.setdefault(pid, _device_name(pid, self._labels.get(pid, "")))
+        backend = str(trace.metadata.get("distributedInfo")).lower()
+        self.says_device |= any(name in backend for name in _BETWEEN_DEVICES)
+        self.says_device |= bool(trace.metadata.get("deviceProperties"))
+
+    def _add_names(self, events: list[Event]) -> None:
+        """Add names of processes and threads; of a repeated name, the first is kept."""
+        for event in events:
+            if event.ph == "M" and event.name in ("process_name", "process_labels", "thread_name"):
+                key = (event.name, event.pid, event.tid if event.name == "thread_name" else None)
+                if key not in self._said:
+                    said = event.said("labels" if event.name == "process_labels" else "name")
+                    self._said[key] = said[:LONGEST_NAME]
+
+    def _add_chunk(self, events: list[Event], base_ns: int) -> None:
+        """Add events; events without a category are kept until the names
+        of their processes are known.
+        """
+        slices = [e for e in events if e.ph == "X" and e.ts is not None]
+        of_torch = to_spans([e for e in slices if e.cat == "Trace"], base_ns)
+        self.recordings[-1].of_torch = extended(self.recordings[-1].of_torch, of_torch)
+        self._add_marks(events)
+        timed = [e for e in slices if e.cat not in NO_WORK]
+        number_of = self._numbers.get
+        keys = np.array(
+            [number_of((e.cat, e.name, e.pid, e.tid)) or self._number(e) for e in timed], np.int32
+        )
+        counted = keys != _IGNORED
+        keys, timed = keys[counted], list(compress(timed, counted.tolist()))
+        rows = Rows(to_spans(timed, base_ns), keys, self._launches_of(timed, keys))
+        kinds = self.table.kinds(keys)
+        calls = rows.of((rows.launches > 0) & (kinds > UNKNOWN))
+        of_graphs = self.table.launches_graph(calls.keys)
+        self.calls.append(np.stack((calls.launches, calls.spans[:, 0], of_graphs)))
+        self.has_device |= bool((kinds < UNKNOWN).any())
+        is_task = kinds == NOTHING
+        if is_task.any():
+            self._waiting.append(rows.of(is_task))
+            rows = rows.of(~is_task)
+        self._add(rows)
+
+    def _add_marks(self, events: list[Event]) -> None:
+        """Add that there are stacks, and the categories of a lane without work so far."""
+        self.traces.has_stacks |= any(e.cat == "python_function" for e in events)
+        if not (self.works or self.has_device):
+            self.categories |= {e.cat for e in events if e.ph != "M"}
+
+    def _launches_of(self, events: Sequence[Event], keys: Keys) -> Ints:
+        """Return the number that a device's event shares with the host call
+        which launched it, else 0.
+        """
+        launches = np.zeros(len(events), np.int64)
+        for place in np.flatnonzero(self.table.correlates(keys)).tolist():
+            if said := _CORRELATION.search(events[place].args):
+                launches[place] = int(said[1]) | len(self.traces.paths) << 40
+        return launches
+
+    def _number(self, event: Event) -> int:
+        """Return the number of an event's key, and remember it;
+        collectives have a group in each event.
+        """
+        if not event.cat:
+            return self._task(event)
+        kind, key = self._kind(event.cat, event.name), Key(event.name, event.pid, event.tid)
+        if kind == COMMUNICATION or (kind == HOST_COMMUNICATION and not self.has_device):
+            return self.table.number(kind, key._replace(group=group_of(event.name, event.args)))
+        if kind == UNKNOWN:
+            self.unknown[event.cat[:LONGEST_NAME]] = None
+            if _OF_A_STREAM.search(event.args):
+                self._on_streams.add(event.pid)
+        self.launches |= is_launch(event.cat, event.name)
+        if is_strange_iteration(event.cat, event.name):
+            self.strange[event.name[:LONGEST_NAME]] = None
+        number = _IGNORED
+        if kind != NOTHING:
+            number = self.table.number(kind, key, calls_device=event.cat.endswith(_CALLS))
+        self._numbers[event.cat, event.name, event.pid, event.tid] = number
+        return number
+
+    def _task(self, event: Event) -> int:
+        """Return the key number of an event without category,
+        whose kind is known at the end of the trace.
+        """
+        said = _TASK_TYPE.search(event.args)
+        task_type = said[1] if said else b""
+        call = _CALL_NUMBER.search(event.name)
+        name = event.name[: call.start()] if call else event.name
+        group = Group("", call[1], 0) if call and name.startswith("hcom_") else None
+        key = Key(name, event.pid, event.tid, group)
+        number = self.table.number(NOTHING, key, len(self.traces.paths), task_type)
+        self._task_types[number] = task_type
+        return number
+
+    def _add_tasks(self) -> None:
+        """Add the kept events without a category, with the names of their processes."""
+        for number, task_type in self._task_types.items():
+            name, pid, tid, group = self.table.keys[number]
+            process = self._said.get(("process_name", pid, None), "")
+            thread = self._said.get(("thread_name", pid, tid), "")
+            kind = npu_kind(process, pid, thread, name, task_type.decode("utf-8", "replace"))
+            self.table.change(number, kind, Key(name, pid, tid, group_of(name, NO_ARGS) or group))
+            self.names[pid] = self._said.get(("process_labels", pid, None)) or "device"
+        rows = joined(self._waiting)
+        kinds = self.table.kinds(rows.keys)
+        self.has_device |= bool((kinds < UNKNOWN).any())
+        self._add(rows.of(kinds != NOTHING))
+
+    def _add(self, rows: Rows) -> None:
+        """Keep device rows; reduce host rows to the times of work and of blocking calls."""
+        kinds = self.table.kinds(rows.keys)
+        on_host = (kinds > UNKNOWN) & (kinds < ITERATION)
+        self.works |= bool(on_host.any())
+        self.recordings[-1].add_work(rows.spans[on_host], on_device=False)
+        self.recordings[-1].add_work(rows.spans[kinds <= UNKNOWN], on_device=True)
+        if self.job.between is not None:
+            rows = self._of_step(rows, *self.job.between)
+            kinds = self.table.kinds(rows.keys)
+            on_host = (kinds > UNKNOWN) & (kinds < ITERATION)
+        for place in np.flatnonzero(kinds == ITERATION).tolist():
+            if tokens := parse_iteration(self.table.keys[rows.keys[place]].name):
+                self.iterations.append((*rows.spans[place].tolist(), *tokens))
+        spans = rows.spans[on_host]
+        self.host.append(union(spans))
+        is_blocked = spans[:, 1] - spans[:, 0] >= self.table.blocks_from_ns(rows.keys[on_host])
+        self.blocked.append(union(spans[is_blocked]))
+        self.rows.append(rows.of(kinds <= UNKNOWN if self.has_device else kinds < ITERATION))
+
+    def _of_step(self, rows: Rows, begin_ns: int, end_ns: int) -> Rows:
+        """Return rows clipped to the step; an iteration belongs to the step in which it begins."""
+        kinds, begins = self.table.kinds(rows.keys), rows.spans[:, 0]
+        is_iteration = kinds == ITERATION
+        on_device = kinds <= UNKNOWN
+        self.behind.append(rows.of((begins >= end_ns) & on_device & (rows.launches > 0)))
+        inside = (begins < end_ns) & (rows.spans[:, 1] > begin_ns)
+        inside &= (begins >= begin_ns) | ~is_iteration
+        clipped = np.clip(rows.spans, begin_ns, end_ns)
+        spans = np.where(is_iteration[:, None], rows.spans, clipped)
+        return rows._replace(spans=spans).of(inside)
+
+
+def _is_device(label: str) -> bool:
+    """Return whether the label of a process entry is a device's."""
+    return bool(label) and not label.upper().startswith("CPU")
+
+
+def _device_name(pid: object, label: str) -> str:
+    """Return the name of the device of a process entry: the label, or the number."""
+    if _is_device(label):
+        return label
+    name = f"GPU {pid}" if isinstance(pid, int) else str(pid or "device")
+    return name[:LONGEST_NAME]

@@ -1,0 +1,118 @@
+"""Events of a lane as rows, each with a key.
+
+A key is a name, a thread and a process group, and is classified once, however many rows have it.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import count
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_profiling.slices.intervals import EMPTY, Ints, Spans
+from verl_profiling.steps.kinds import NOTHING, UNKNOWN, Group, blocks_from_ns
+from verl_profiling.steps.trace import Event
+
+_GRAPH_LAUNCH = re.compile(r"GraphLaunch")  # in names of calls of CUDA, HIP, and their driver APIs
+
+Keys: TypeAlias = NDArray[np.int32]
+
+
+class Key(NamedTuple):
+    """Name, process, thread and process group of events."""
+
+    name: str
+    pid: object
+    tid: object
+    group: Group | None = None
+
+
+class Rows(NamedTuple):
+    """Events of a lane as columns: spans, numbers of the keys,
+    numbers of the launches (0: none).
+    """
+
+    spans: Spans
+    keys: Keys
+    launches: Ints
+
+    def of(self, wanted: NDArray[Any]) -> Rows:
+        """Return the selected rows."""
+        return Rows(self.spans[wanted], self.keys[wanted], self.launches[wanted])
+
+
+class KeyTable:
+    """The keys of a lane by number, from 1 on, and what is the same for all events of a key."""
+
+    def __init__(self) -> None:
+        self.keys = [Key("", None, None)]
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._kinds, self._blocks_from_ns = array("b", [NOTHING]), array("q", [0])
+        # An event that correlates names the call that launched it, or is that call.
+        self._correlates, self._launches_graph = array("b", [False]), array("b", [False])
+
+    def number(self, kind: int, key: Key, *task: object, calls_device: bool = False) -> int:
+        """Return the number of a key of a kind, a new one for a new key."""
+        number = self._numbers.setdefault((kind, key, *task), len(self.keys))
+        if number == len(self.keys):
+            self.keys.append(key)
+            self._kinds.append(kind)
+            self._blocks_from_ns.append(blocks_from_ns(kind, key.name))
+            self._correlates.append(kind < UNKNOWN or calls_device)
+            self._launches_graph.append(calls_device and bool(_GRAPH_LAUNCH.search(key.name)))
+        return number
+
+    def change(self, number: int, kind: int, key: Key) -> None:
+        """Change a key and its kind, which are known at the end of a trace only."""
+        self.keys[number], self._kinds[number] = key, kind
+        self._blocks_from_ns[number] = blocks_from_ns(kind, key.name)
+
+    def kinds(self, keys: Keys) -> NDArray[np.int8]:
+        """Return the kind of each event."""
+        kinds: NDArray[np.int8] = np.frombuffer(self._kinds, np.int8)[keys]
+        return kinds
+
+    def blocks_from_ns(self, keys: Keys) -> Ints:
+        """Return the duration from which each event blocks the host."""
+        durations: Ints = np.frombuffer(self._blocks_from_ns, np.int64)[keys]
+        return durations
+
+    def correlates(self, keys: Keys) -> NDArray[np.bool_]:
+        """Return whether each event launches work of a device, or was launched."""
+        return np.frombuffer(self._correlates, np.bool_)[keys]
+
+    def launches_graph(self, keys: Keys) -> NDArray[np.bool_]:
+        """Return whether each event launches a graph."""
+        return np.frombuffer(self._launches_graph, np.bool_)[keys]
+
+    def threads(self, keys: Keys) -> Keys:
+        """Return the number of the thread, or of the stream, of each event."""
+        threads = defaultdict[tuple[object, object], int](count().__next__)
+        return np.array([threads[key.pid, key.tid] for key in self.keys], np.int32)[keys]
+
+    def names(self, keys: Keys) -> Keys:
+        """Return the name of each event, as a number."""
+        names = defaultdict[str, int](count().__next__)
+        return np.array([names[key.name] for key in self.keys], np.int32)[keys]
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """Return the rows of all parts, which may be none."""
+    none = Rows(EMPTY, np.empty(0, np.int32), np.empty(0, np.int64))
+    return Rows(*map(np.concatenate, zip(none, *parts, strict=True)))
+
+
+def to_spans(events: Sequence[Event], base_ns: int) -> Spans:
+    """Return begin and end of events (unix ns), exact to 1 ns."""
+    begin_us = np.array([event.ts for event in events], dtype=np.float64)
+    took_us = np.array([event.dur or 0.0 for event in events], dtype=np.float64)
+    whole_us = np.floor(begin_us)
+    rest_ns = np.rint((begin_us - whole_us) * 1000).astype(np.int64)
+    begin = whole_us.astype(np.int64) * 1000 + rest_ns + base_ns
+    return np.stack((begin, begin + np.rint(took_us * 1000).astype(np.int64)), axis=1)
