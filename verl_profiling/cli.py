@@ -1,7 +1,6 @@
-"""The command line, ``verl-profiling``: the list of its commands, and its errors.
+"""The command line, ``verl-profiling``: its arguments, its errors, and its exit codes.
 
-A new command is a line of :data:`COMMANDS`, and a module of its name in
-:mod:`verl_profiling.commands`.
+The commands are in :mod:`verl_profiling.commands`.
 """
 
 from __future__ import annotations
@@ -16,25 +15,9 @@ from io import TextIOWrapper
 from typing import Any
 
 import verl_profiling
-from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_OK
+from verl_profiling.commands import COMMANDS, EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
 from verl_profiling.errors import ProfilingError, choices_hint
 from verl_profiling.units import visible
-
-COMMANDS = {
-    "merge": "write one timeline of a step, to open in Perfetto",
-    "report": "show the use of a step's time: stages, workers, idle time by cause",
-    "view": "open a step's timeline and report in the browser",
-    "top": "show a running job, live: steps, stages, slow processes, captures so far",
-    "diff": "compare two steps or two runs",
-    "what-if": "show the critical path of a step, and predict the step after changes",
-    "collect": "fetch reports that Nsight Systems finished after the run",
-    "export": "send a step's stages and trajectories to an OpenTelemetry endpoint",
-    "check": "verify that every expected artifact exists and is complete",
-    "plan": "print what a configuration would capture, and in how many files",
-    "trigger": "request a capture of the next step of a running job",
-    "doctor": "show the tools that work on this machine",
-}
-"""Purpose of each command, in the order of ``--help``."""
 
 _EPILOG = """\
 exit codes: 0 success; 1 success with a problem (a damaged artifact, a slower step, or an
@@ -65,13 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, summary in COMMANDS.items():
         subparsers[name] = commands.add_parser(name, help=summary, allow_abbrev=False)
         if name in argv[:1]:
-            _module(name).configure(subparsers[name])
+            _configure(subparsers[name], _module(name))
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
-        return _fail(_unknown_argument(unknown[0], subparsers[arguments.command]))
+        used = subparsers[arguments.command]
+        hint = choices_hint(unknown[0], used._option_string_actions)
+        return _fail(f"{used.prog}: unknown argument {unknown[0]}; {hint}")
     gc.set_threshold(100_000, 50, 100)  # commands make millions of objects, and hardly a cycle
     try:
-        code: int = _module(arguments.command).run(arguments)
+        is_well: bool = _module(arguments.command).run(arguments)
         sys.stdout.flush()
     except ProfilingError as error:
         return _fail(str(error))
@@ -82,13 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
     except KeyboardInterrupt:
         return _fail("interrupted")
-    return code
+    return EXIT_OK if is_well else EXIT_FINDING
 
 
-def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> str:
-    options = parser.format_usage().replace("[", " ").split()
-    choices = choices_hint(argument, {word.rstrip("]") for word in options if word[:1] == "-"})
-    return f"{parser.prog}: unknown argument {argument}; {choices}"
+def _configure(parser: argparse.ArgumentParser, module: Any) -> None:
+    parser.description, _, parser.epilog = (module.__doc__ or "").rpartition("\n\n")
+    module.configure(parser)
 
 
 def _module(command: str) -> Any:

@@ -1,23 +1,42 @@
-"""The subcommands of ``verl-profiling``, one module each; :mod:`verl_profiling.cli` has their list.
+"""The subcommands of ``verl-profiling``: their list, one module each, and their options.
 
-A module has ``configure(parser)``, which describes the command, and ``run(arguments)``, which runs
-it and returns the exit code. A module is imported only when its command is used, so that ``--help``
-is quick and ``merge`` loads no numerical library. This file has the exit codes, and describes and
-parses options.
+A new command is a line of :data:`COMMANDS`, and a module of its name. The help of a command is the
+docstring of its module; the last paragraph is an example. The module has ``configure(parser)``,
+which adds the options, and ``run(arguments)``, which runs the command and returns whether all is
+well (exit code 0, else 1). A module is imported only when its command is used, so that ``--help``
+is quick and ``merge`` loads no numerical library.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from verl_profiling.files.remote import is_url
+from verl_profiling.units import visible
+
+COMMANDS = {
+    "merge": "write one timeline of a step, to open in Perfetto",
+    "report": "show the use of a step's time: stages, workers, idle time by cause",
+    "view": "open a step's timeline and report in the browser",
+    "top": "show a running job, live: steps, stages, slow processes, captures so far",
+    "diff": "compare two steps or two runs",
+    "what-if": "show the critical path of a step, and predict the step after changes",
+    "collect": "fetch reports that Nsight Systems finished after the run",
+    "export": "send a step's stages and trajectories to an OpenTelemetry endpoint",
+    "check": "verify that every expected artifact exists and is complete",
+    "plan": "print what a configuration would capture, and in how many files",
+    "trigger": "request a capture of the next step of a running job",
+    "doctor": "show the tools that work on this machine",
+}
+"""Purpose of each command, in the order of ``--help``."""
 
 EXIT_OK = 0
 EXIT_FINDING = 1
@@ -67,7 +86,20 @@ def add_json(parser: argparse.ArgumentParser, documents: str = "one document") -
 
 def print_json(document: object) -> None:
     """Print a document as one line of JSON."""
-    print(msgspec.json.encode(document, enc_hook=str).decode(), flush=True)
+    try:
+        text = msgspec.json.encode(document, enc_hook=str).decode()
+    except UnicodeEncodeError:  # a path that is no UTF-8; json writes its bytes as escapes
+        text = json.dumps(msgspec.to_builtins(document, enc_hook=str))
+    print(text, flush=True)
+
+
+def show(arguments: argparse.Namespace, document: object, lines: Iterable[str]) -> None:
+    """Print a document as JSON with ``--json``, else its lines of text."""
+    if arguments.json:
+        print_json(document)
+        return
+    for line in lines:
+        print(visible(line), flush=True)
 
 
 def names(text: str) -> list[str]:

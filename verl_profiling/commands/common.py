@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from verl_profiling.analysis import CapturedStep, open_steps
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK, local_path, option
+from verl_profiling.commands import local_path, option
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.opener import clear_leftovers
 from verl_profiling.files.step_summary import StepSummary
@@ -64,7 +64,7 @@ class StepByStep:
 
     Attributes:
         steps: The readable captures; only a continuous capture has several steps.
-        exit_code: 0, or 1 after a warning.
+        is_well: Whether there was no warning, and no data is missing.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class StepByStep:
     ) -> None:
         self.steps, problems = open_steps(paths, communication=communication, ray=ray)
         self._failures: list[TraceFormatError] = []
-        self.exit_code = EXIT_OK
+        self.is_well = True
         for problem in problems:
             self.problem(problem)
         for folder in {step.directory for step in self.steps}:
@@ -91,7 +91,7 @@ class StepByStep:
                 with self.surviving():
                     reports.append((step, step.report(advance, keep_graph=keep_graphs)))
                     if reports[-1][1].coverage.missing:
-                        self.exit_code = EXIT_FINDING
+                        self.is_well = False
         return reports
 
     @contextmanager
@@ -110,9 +110,9 @@ class StepByStep:
             self.problem(str(error))
 
     def problem(self, sentence: str) -> None:
-        """Print a warning about a step, and set the exit code to 1."""
+        """Print a warning about a step, for which the command exits with 1."""
         warn(sentence)
-        self.exit_code = EXIT_FINDING
+        self.is_well = False
 
 
 def watched(run: Path) -> tuple[list[StepSummary], str]:

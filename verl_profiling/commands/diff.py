@@ -1,4 +1,10 @@
-"""``verl-profiling diff``."""
+"""Compares two steps, two runs or two report.json files: by stage, cause, worker and kernel.
+
+Causes are those of idle time. With several steps on a side it compares medians; with several on
+both sides it shows the noise.
+
+example: verl-profiling diff outputs/main outputs/branch --fail-above 5%
+"""
 
 from __future__ import annotations
 
@@ -11,15 +17,7 @@ import msgspec
 from rich.console import Console
 
 from verl_profiling.analysis import saved_report
-from verl_profiling.commands import (
-    EXIT_FINDING,
-    EXIT_OK,
-    add_json,
-    local_path,
-    option,
-    percentage,
-    print_json,
-)
+from verl_profiling.commands import add_json, local_path, option, percentage, print_json
 from verl_profiling.commands.common import StepByStep, add_communication, warn, watched
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.step_summary import StepSummary
@@ -32,15 +30,7 @@ from verl_profiling.units import duration, visible
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add help and options of the command."""
-    parser.description = (
-        "Compares two steps, two runs or two report.json files: by stage, cause of idle "
-        "time, worker and "
-        "kernel. With several steps on a side it compares medians; with several on both "
-        "sides it shows the "
-        "noise."
-    )
-    parser.epilog = "example: verl-profiling diff outputs/main outputs/branch --fail-above 5%"
+    """Add the options of the command."""
     for side in ("before", "after"):
         parser.add_argument(
             side,
@@ -57,8 +47,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     option(parser, "--fail-above PERCENT", help, percentage)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Compare both sides."""
+def run(arguments: argparse.Namespace) -> bool:
+    """Compare both sides; return whether all data is there, and nothing is slower than allowed."""
     before, after = (_side(path, arguments) for path in (arguments.before, arguments.after))
     for side, other, path in ((before, after, arguments.before), (after, before, arguments.after)):
         if not (side.reports or (side.logged and other.logged)):
@@ -66,12 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
     diff = compare(
         before.reports, after.reports, (before.logged, after.logged), _explained(before, after)
     )
-    exit_code = max(before.exit_code, after.exit_code)
+    is_well = before.is_well and after.is_well
     verdict = ""
     if arguments.fail_above is not None:
         slower = diff.slower_than(arguments.fail_above / 100)
         verdict = _verdict(diff, slower, arguments.fail_above)
-        exit_code = EXIT_FINDING if slower else exit_code
+        is_well = is_well and not slower
     if arguments.json:
         sentences = {"basis": diff.basis, "explained": diff.explained, "verdict": verdict}
         print_json({**msgspec.structs.asdict(diff), **sentences})
@@ -79,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_diff(diff, Console())
     if verdict:
         print(verdict, file=sys.stderr if arguments.json else sys.stdout)
-    return exit_code
+    return is_well
 
 
 def _verdict(diff: Diff, slower: list[Change], percent: float) -> str:
@@ -107,7 +97,7 @@ class _Side(NamedTuple):
     reports: list[Report]
     graphs: list[Graph]
     logged: list[StepSummary]
-    exit_code: int
+    is_well: bool = True
 
 
 def _side(path: Path, arguments: argparse.Namespace) -> _Side:
@@ -115,9 +105,9 @@ def _side(path: Path, arguments: argparse.Namespace) -> _Side:
     unlike plain traces and saved reports.
     """
     if (saved := saved_report(path)) is not None:
-        return _Side([saved], [], [], EXIT_OK)
+        return _Side([saved], [], [])
     if is_uncaptured(path):
-        return _Side([], [], watched(path)[0], EXIT_OK)
+        return _Side([], [], watched(path)[0])
     work = StepByStep([path], arguments.communication)
     steps = work.reports(keep_graphs=True)
     graphs = [step.graph for step, _ in steps if step.manifest and step.graph]
@@ -125,7 +115,7 @@ def _side(path: Path, arguments: argparse.Namespace) -> _Side:
     logged = watched(run)[0] if run.is_dir() else []
     if len(graphs) < len(steps):
         graphs = []
-    return _Side([report for _, report in steps], graphs, logged, work.exit_code)
+    return _Side([report for _, report in steps], graphs, logged, work.is_well)
 
 
 def _explained(before: _Side, after: _Side) -> dict[str, tuple[float, float]]:

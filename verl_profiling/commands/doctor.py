@@ -1,4 +1,7 @@
-"""``verl-profiling doctor``: lists the tools that work on this machine."""
+"""Prints what this machine has (packages, accelerators, engines) and which tools can record on it.
+
+example: verl-profiling doctor
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from importlib import metadata
 
 import msgspec
 
-from verl_profiling.commands import EXIT_OK, add_json, print_json
+from verl_profiling.commands import add_json, show
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.settings.config import load_tool
 from verl_profiling.tools import TOOLS
@@ -20,24 +23,15 @@ from verl_profiling.tools.devices import injected_cupti
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add help and options of the command."""
-    parser.description = (
-        "Prints what this machine has (packages, accelerators, engines) and "
-        "which tools can record on it."
-    )
-    parser.epilog = "example: verl-profiling doctor"
+    """Add the options of the command."""
     add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the diagnosis of the machine."""
+def run(arguments: argparse.Namespace) -> bool:
+    """Print the diagnosis of the machine; return true, as a missing tool is not a failure."""
     machine = examine_machine()
-    if arguments.json:
-        print_json({"machine": machine})
-        return EXIT_OK
-    for diagnosis in machine:
-        print(f"{'!' if diagnosis.problem else ' '} {diagnosis.subject:<18}  {diagnosis.state}")
-    return EXIT_OK
+    show(arguments, {"machine": machine}, map(Diagnosis.line, machine))
+    return True
 
 
 _PACKAGES = ("torch", "ray", "verl", "torch-npu", "megatron-core", "nvtx", "mindstudio-probe")
@@ -56,6 +50,10 @@ class Diagnosis(msgspec.Struct, frozen=True):
     subject: str
     state: str
     problem: bool = False
+
+    def line(self) -> str:
+        """Return the diagnosis as text."""
+        return f"{'!' if self.problem else ' '} {self.subject:<18}  {self.state}"
 
 
 def examine_machine() -> list[Diagnosis]:

@@ -1,4 +1,10 @@
-"""``verl-profiling merge``."""
+"""Merges everything recorded for a step into STEP/timeline.json.gz.
+
+The controller's stages, the workers and the rollout engines are on one clock. A run folder gets one
+timeline per step. Plain trace files and folders of them are sorted by step.
+
+example: verl-profiling merge outputs/run/step_000012 --stages rollout --min-us 5
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling.analysis import CapturedStep, Progress
-from verl_profiling.commands import add_json, at_least_0, count, names, option, print_json, size
+from verl_profiling.commands import add_json, at_least_0, count, names, option, show, size
 from verl_profiling.commands.common import StepByStep, add_paths, add_ray, progress
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.opener import clear_leftovers
@@ -17,17 +23,7 @@ from verl_profiling.units import byte_size, listed, visible
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add help and options of the command."""
-    parser.description = (
-        "Merges everything recorded for a step into STEP_DIR/timeline.json.gz: the "
-        "controller's stages, the "
-        "workers and the rollout engines, on one clock. For a run folder, one timeline per "
-        "step. Takes plain "
-        "trace files and folders of them as well, sorted by step."
-    )
-    parser.epilog = (
-        "example: verl-profiling merge outputs/run/step_000012 --stages rollout --min-us 5"
-    )
+    """Add the options of the command."""
     add_paths(parser)
     add_ray(parser)
     option(
@@ -58,8 +54,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     option(parser, "-j --jobs JOBS", "processes to use (default: %(default)s)", count, default=2)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Merge every step under the path."""
+def run(arguments: argparse.Namespace) -> bool:
+    """Merge every step under the paths; return whether nothing was missing."""
     work = StepByStep(arguments.paths, ray=arguments.ray)
     if arguments.output:
         if len(work.steps) > 1:
@@ -73,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         for step in work.steps:
             with work.surviving():
                 _merge(step, arguments, advance, work)
-    return work.exit_code
+    return work.is_well
 
 
 def _merge(
@@ -99,9 +95,8 @@ def _merge(
         work.problem(problem)
     for note in step.inputs.notes:
         print(f"note: {visible(note)}", file=sys.stderr)
-    if arguments.json:
-        step_facts = {"title": step.inputs.title, "step": step.step, "notes": step.inputs.notes}
-        print_json({**msgspec.structs.asdict(result), **step_facts, "problems": problems})
-        return
+    facts = {"title": step.inputs.title, "step": step.step, "notes": step.inputs.notes}
+    document = {**facts, **msgspec.structs.asdict(result), "problems": problems}
     left_out = f", {result.left_out:,} left out" if result.left_out else ""
-    print(f"{result.path}  ({byte_size(result.bytes)}, {result.events:,} events{left_out})")
+    content = f"{byte_size(result.bytes)}, {result.events:,} events{left_out}"
+    show(arguments, document, [f"{result.path}  ({content})"])

@@ -1,5 +1,9 @@
-"""``verl-profiling plan``: prints the steps, workers,
-stages and files that a configuration would capture.
+"""Prints what a configuration would capture.
+
+These are all settings, the steps, the workers and stages of each role, and the files that each tool
+writes (of unknown size). Nothing is started. Exits 1 when nothing would be captured.
+
+example: verl-profiling plan conf/ppo.yaml --steps 500
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK, add_json, option, print_json
+from verl_profiling.commands import add_json, option, show
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.opener import read_small
 from verl_profiling.identity import ROLLOUT_ROLE, step_folder_name
@@ -25,29 +29,6 @@ from verl_profiling.units import step_list
 _SPREADS = (0.08, 0.15, 0.3)
 
 
-class Files(msgspec.Struct, frozen=True, kw_only=True):
-    """The files that a tool writes in a capture.
-
-    Attributes:
-        tool: Name of the tool.
-        suffix: Suffix of the files; empty if the tool writes none.
-        per: Owner of each file, e.g. ``worker``.
-        after_the_run: Whether the files are collected after the run.
-    """
-
-    tool: str
-    suffix: str = ""
-    per: str = ""
-    after_the_run: bool = False
-
-    def sentence(self) -> str:
-        """Return the files as text."""
-        if not self.suffix:
-            return f"{self.tool}: none; its spans are in manifest.json"
-        later = "; collected after the run" if self.after_the_run else ""
-        return f"{self.tool}: one *{self.suffix} per {self.per}{later}"
-
-
 class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
     """The captured part of a role.
 
@@ -57,7 +38,7 @@ class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
         mode: ``e2e`` or ``discrete``.
         workers: Selected numbers by ``ranks``, ``replicas`` or parallel dimension; empty for all.
         stages: Captured stages in discrete mode, empty for all; ``None`` in e2e mode.
-        files: The files of each tool.
+        files: The files of each tool as text, by the name of the tool.
         most_files: Maximum number of files of a capture, if every stage runs once; ``None`` if
             unknown.
     """
@@ -67,7 +48,7 @@ class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
     mode: str
     workers: dict[str, list[int]]
     stages: list[str] | None
-    files: list[Files]
+    files: dict[str, str]
     most_files: int | None
 
 
@@ -103,13 +84,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add help and options of the command."""
-    parser.description = (
-        "Prints what a configuration would capture: all settings, the steps, the "
-        "workers and stages of each role, and the files that each tool writes (of unknown size). "
-        "Nothing is started. Exits 1 when nothing would be captured."
-    )
-    parser.epilog = "example: verl-profiling plan conf/ppo.yaml --steps 500"
+    """Add the options of the command."""
     parser.add_argument(
         "config", type=Path, metavar="CONFIG", help="settings, as YAML or JSON, or a run.json"
     )
@@ -117,17 +92,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the plan of a configuration."""
+def run(arguments: argparse.Namespace) -> bool:
+    """Print the plan of a configuration; return whether something would be captured."""
     config = load_config(arguments.config)
     plan = plan_of(config, arguments.steps)
-    if arguments.json:
-        print_json(plan)
-    else:
-        print("\n".join(_lines(plan, arguments.steps)))
+    show(arguments, plan, _lines(plan, arguments.steps))
     # without listed steps, captures can be requested
     has_steps = bool(plan.captures) or config.schedule.steps == ()
-    return EXIT_OK if has_steps and any(role.enable for role in plan.roles) else EXIT_FINDING
+    return has_steps and any(role.enable for role in plan.roles)
 
 
 def plan_of(config: ProfilingConfig, steps: int | None = None) -> Plan:
@@ -182,20 +154,21 @@ def _role_plan(role: RoleConfig) -> RolePlan:
             name: sorted(numbers) for name, numbers in selected.items() if numbers is not None
         },
         stages=stages,
-        files=[_files(tool, role) for tool in role.tools],
+        files={tool.name: _files(tool, role) for tool in role.tools},
         most_files=ranks * runs * files or None,
     )
 
 
-def _files(tool: Tool, settings: RoleConfig) -> Files:
+def _files(tool: Tool, settings: RoleConfig) -> str:
     if not tool.suffix:
-        return Files(tool=tool.name)
+        return "none; its spans are in manifest.json"
     owner = "worker"
     if settings.role == ROLLOUT_ROLE:
         owner = "replica" if tool.starts_process else "rank of each replica"
     if settings.mode == "discrete":
         owner += " and stage, each time that it runs"
-    return Files(tool=tool.name, suffix=tool.suffix, per=owner, after_the_run=tool.starts_process)
+    later = "; collected after the run" if tool.starts_process else ""
+    return f"one *{tool.suffix} per {owner}{later}"
 
 
 def _roles(config: ProfilingConfig) -> list[str]:
@@ -265,8 +238,8 @@ def _role_lines(role: RolePlan) -> Iterator[str]:
     elif role.stages is not None:
         yield f"stages   {', '.join(role.stages) or 'all'}"
     label = "files"
-    for files in role.files:
-        yield f"{label:<8} {files.sentence()}"
+    for tool, files in role.files.items():
+        yield f"{label:<8} {tool}: {files}"
         label = ""
     if role.most_files is not None:
         once = ", if every stage runs once" if role.stages is not None else ""

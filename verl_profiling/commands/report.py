@@ -1,4 +1,10 @@
-"""``verl-profiling report``."""
+"""Prints the stages of a step, the work of each worker and rollout engine, and idle time by cause.
+
+Takes a step folder, a run folder, or plain traces, and names missing data. For a run without
+captured steps, prints the log of its watch.
+
+example: verl-profiling report outputs/run/step_000012 --json | jq .workers
+"""
 
 from __future__ import annotations
 
@@ -11,7 +17,7 @@ import msgspec
 from rich.console import Console
 
 from verl_profiling.analysis import CapturedStep, open_run
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK, add_json, option, print_json
+from verl_profiling.commands import add_json, option, print_json
 from verl_profiling.commands.common import (
     StepByStep,
     add_communication,
@@ -49,15 +55,7 @@ _WATCHED = "steps of the watch, exposed time"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add help and options of the command."""
-    parser.description = (
-        "Prints the stages of a step, the work of each worker and rollout engine, idle time "
-        "by cause, and "
-        "missing data. Takes a step folder, a run folder, or plain traces. For a run without "
-        "captured "
-        "steps, prints the log of its watch."
-    )
-    parser.epilog = "example: verl-profiling report outputs/run/step_000012 --json | jq .workers"
+    """Add the options of the command."""
     add_paths(parser)
     add_communication(parser)
     add_ray(parser)
@@ -72,9 +70,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     option(parser, "--tensorboard LOGDIR", "write scalars", Path)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> bool:
     """Report on every captured step under the paths, and on their runs, also without a captured
-    step.
+    step; return whether all data is there, and no finding is in the verdict.
 
     Raises:
         ConfigError: ``--csv``, ``--tensorboard`` or ``--verdict`` is given, which need a captured
@@ -83,9 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
     places = [the_run(path) for path in arguments.paths]
     runs: dict[Path, _Steps] = {place: [] for place in places if is_uncaptured(place)}
     captured = [place for place in places if place not in runs]
-    code, steps = EXIT_OK, _Steps()
+    is_well, steps = True, _Steps()
     if captured:
-        code, steps = _read(captured, runs, arguments)
+        is_well, steps = _read(captured, runs, arguments)
     else:
         _refuse_options_of_steps(places[0], arguments)
     for step, report in steps:
@@ -98,10 +96,10 @@ def run(arguments: argparse.Namespace) -> int:
     reports = [report for _, report in steps]
     written += _write_tables(reports, arguments)
     if arguments.verdict and _verdict(reports, arguments):
-        code = EXIT_FINDING
+        is_well = False
     for path in written:
         print(f"wrote {path}", file=sys.stderr)
-    return code
+    return is_well
 
 
 def _refuse_options_of_steps(place: Path, arguments: argparse.Namespace) -> None:
@@ -112,8 +110,8 @@ def _refuse_options_of_steps(place: Path, arguments: argparse.Namespace) -> None
 
 def _read(
     captured: Sequence[Path], uncaptured: Iterable[Path], arguments: argparse.Namespace
-) -> tuple[int, _Steps]:
-    """Return the exit code and the steps of the places with captures; warn of missing steps."""
+) -> tuple[bool, _Steps]:
+    """Return whether all data is there, and the steps of the places; warn of missing steps."""
     work = StepByStep(captured, arguments.communication, arguments.ray)
     if arguments.verdict:
         for run in uncaptured:
@@ -122,7 +120,7 @@ def _read(
     for place in captured:
         if sentence := open_run(place).never_came():
             warn(sentence)
-    return work.exit_code, steps
+    return work.is_well, steps
 
 
 def _show_steps(steps: _Steps, arguments: argparse.Namespace) -> list[Path]:

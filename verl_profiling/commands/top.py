@@ -1,4 +1,12 @@
-"""``verl-profiling top``."""
+"""Shows a running job, live, from the watch.jsonl of a run with watch.enable=true.
+
+Shown are its last step, and whether steps get longer; where the time of a step goes (exposed time,
+by stage), and which process leads there; memory, and the captures so far. The job is asked nothing.
+Ctrl-C quits; the command ends by itself when the run does. Where the output is no terminal, it
+prints one frame. Exits 1 when the run's process is gone without a word, and when a step hangs.
+
+example: verl-profiling top outputs/run --interval 5
+"""
 
 from __future__ import annotations
 
@@ -10,15 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from verl_profiling.commands import (
-    EXIT_FINDING,
-    EXIT_OK,
-    add_json,
-    at_least_0,
-    local_path,
-    option,
-    print_json,
-)
+from verl_profiling.commands import add_json, at_least_0, local_path, option, print_json
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.run_files import read_run
 from verl_profiling.files.step_summary import StepSummary
@@ -42,23 +42,7 @@ _FASTEST_S = 0.1
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add help and options of the command."""
-    parser.description = (
-        "Shows a running job, live: its last step, and whether steps get longer; where the "
-        "time of a step "
-        "goes (exposed time, by stage), and which process leads there; memory, and the "
-        "captures so far. It "
-        f"reads {WATCH_LOG} in the run's folder, which a run with watch.enable=true writes, "
-        "and asks nothing "
-        "of the job. Ctrl-C quits; it ends by itself when the run does. Where the output is no "
-        "terminal, it prints one frame."
-    )
-    parser.epilog = (
-        "example: verl-profiling top outputs/run --interval 5. exit codes: 0 quit, or the "
-        "run has ended; "
-        "1 its process is gone without a word, or a step hangs; 2 there is no such run, or "
-        "it has no watch"
-    )
+    """Add the options of the command."""
     parser.add_argument("run", type=local_path, metavar="RUN", help="folder of a run")
     option(parser, "--once", "print one frame and exit")
     add_json(parser, "once")
@@ -72,8 +56,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Show the run until the user quits or the run ends."""
+def run(arguments: argparse.Namespace) -> bool:
+    """Show the run until the user quits or the run ends; return whether it is well."""
     folder = the_run(arguments.run, live=True)
     if not folder.is_dir():
         raise TraceFormatError(folder, "no such folder of a run")
@@ -87,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         fitting_console(console).print(watch_frame(view))
     else:
         view = _follow(live_run, console, arguments.interval)
-    return EXIT_OK if view.is_well else EXIT_FINDING
+    return view.is_well
 
 
 def _follow(live_run: LiveRun, console: Console, interval_s: float) -> RunView:

