@@ -18,8 +18,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
+
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.units import byte_size
+
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Exceptions that the decoder raises for invalid bytes."""
 
 SMALL_BYTES = 64 << 20
 """Size limit of files that are read whole. A manifest of 100,000 requests has about 45 MB."""
@@ -249,6 +254,19 @@ def naming(path: Path) -> Iterator[None]:
             raise
         why = _PLAIN_WORDS.get(error.errno, error.strerror or str(error))
         raise OSError(error.errno, why, str(path)) from error
+
+
+@contextmanager
+def reading(path: Path, hint: str = "") -> Iterator[None]:
+    """Turn the errors of reading a file into those of the analysis.
+
+    Raises:
+        TraceFormatError: The file cannot be opened or read.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise TraceFormatError(path, f"cannot be read ({error.strerror or error}){hint}") from error
 
 
 @contextmanager

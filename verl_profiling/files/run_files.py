@@ -14,7 +14,15 @@ from typing import Any
 import msgspec
 
 from verl_profiling.errors import ToolUnavailableError, TraceFormatError
-from verl_profiling.files.opener import appended, make_folder, named_file, read_small, whole_file
+from verl_profiling.files.opener import (
+    UNDECODABLE,
+    appended,
+    make_folder,
+    named_file,
+    read_small,
+    reading,
+    whole_file,
+)
 from verl_profiling.manifest import (
     CUT_SHORT,
     MANIFEST_NAME,
@@ -30,8 +38,6 @@ from verl_profiling.units import step_list, without_passwords
 
 RESULT_SUFFIX = ".result.json"
 """Suffix of a process's result file in the step folder."""
-
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def json_of(value: msgspec.Struct) -> bytes:
@@ -68,7 +74,7 @@ def read_run(run: Path) -> RunInfo | None:
         return None
     try:
         return msgspec.json.decode(_read(path), type=RunInfo)
-    except _UNREADABLE as error:
+    except UNDECODABLE as error:
         raise TraceFormatError(path, f"not the file of a run: {error}") from error
 
 
@@ -113,7 +119,7 @@ def read_manifest(step_dir: Path) -> Manifest:
                 f"schema version {version}, newer than {SCHEMA_VERSION}: update verl-profiling",
             )
         return _folded(step_dir, msgspec.json.decode(data, type=Manifest))
-    except _UNREADABLE as error:
+    except UNDECODABLE as error:
         raise TraceFormatError(path, f"not a manifest: {error}") from error
 
 
@@ -131,27 +137,14 @@ def write_result(folder: Path, worker: CaptureResult) -> None:
 def _folded(folder: Path, manifest: Manifest) -> Manifest:
     """Return a manifest with the newer of reply and result file for each worker."""
     notes = list(manifest.notes)
-    results: dict[str, CaptureResult] = {}
-    for path in sorted(folder.glob(f"*{RESULT_SUFFIX}")):
-        try:
-            result = msgspec.json.decode(_read(path), type=CaptureResult)
-        except (*_UNREADABLE, TraceFormatError) as error:
-            notes.append(f"{path.name} cannot be read, so the reply is used: {error}")
-            continue
-        if capture_of(result.capture_id) == manifest.capture_id:
-            results[result.name] = result
-        else:
-            notes.append(f"{path.name} belongs to another capture, and is ignored")
+    results = _results(folder, manifest.capture_id, notes)
     workers = []
-    for worker in manifest.workers:
-        own = results.pop(_file_of(worker, results), None)
-        if own is not None and worker.process not in (None, own.process):
-            notes.append(f"{own.name}{RESULT_SUFFIX} was written by {own.process}, and is ignored")
-            own = None
-        elif own is not None and not worker.stopped and _began_after(own, manifest):
-            notes.append(f"{own.name} began to record after the end of the step")
-            own = None
-        workers.append(_settled(folder, _newer(worker, own)))
+    for reply in manifest.workers:
+        result = results.pop(_file_of(reply, results), None)
+        if result is not None and (problem := _why_ignored(reply, result, manifest)):
+            notes.append(problem)
+            result = None
+        workers.append(_settled(folder, _newer(reply, result)))
     workers += [_settled(folder, result) for result in results.values()]
     workers.sort(key=lambda one: (one.identity.role, one.identity.replica or 0, one.identity.rank))
     cut = [
@@ -168,6 +161,31 @@ def _folded(folder: Path, manifest: Manifest) -> Manifest:
         clocks=list(clocks.values()),
         notes=list(dict.fromkeys([*notes, *cut])),
     )
+
+
+def _results(folder: Path, capture_id: str, notes: list[str]) -> dict[str, CaptureResult]:
+    """Return the results in a step folder by the names of their workers; add notes on others."""
+    results: dict[str, CaptureResult] = {}
+    for path in sorted(folder.glob(f"*{RESULT_SUFFIX}")):
+        try:
+            result = msgspec.json.decode(_read(path), type=CaptureResult)
+        except (*UNDECODABLE, TraceFormatError) as error:
+            notes.append(f"{path.name} cannot be read, so the reply is used: {error}")
+            continue
+        if capture_of(result.capture_id) == capture_id:
+            results[result.name] = result
+        else:
+            notes.append(f"{path.name} belongs to another capture, and is ignored")
+    return results
+
+
+def _why_ignored(reply: CaptureResult, result: CaptureResult, manifest: Manifest) -> str:
+    """Return a note on a result that is not of the worker that replied; empty for any other."""
+    if reply.process not in (None, result.process):
+        return f"{result.name}{RESULT_SUFFIX} was written by {result.process}, and is ignored"
+    if not reply.stopped and _began_after(result, manifest):
+        return f"{result.name} began to record after the end of the step"
+    return ""
 
 
 def _file_of(worker: CaptureResult, results: dict[str, CaptureResult]) -> str:
@@ -230,30 +248,35 @@ def _settled(folder: Path, worker: CaptureResult) -> CaptureResult:
 
 
 def _on_disk(folder: Path, worker: CaptureResult, artifact: Artifact) -> Artifact:
+    path = None
+    with suppress(TraceFormatError):
+        path = written_file(folder, artifact.path)
     if artifact.where:
-        if artifact.reason or not _sizes(folder, artifact):  # with a reason, it was not uploaded
+        if artifact.reason or path is None:  # with a reason, it was not uploaded
             return artifact
         artifact = msgspec.structs.replace(artifact, where="")  # it has been fetched
-    waits = (
-        artifact.status == "pending" and not artifact.reason
-    )  # with a reason, a command collects it
+    # with a reason, a command collects it
+    waits = artifact.status == "pending" and not artifact.reason
     if not waits or not _is_over(folder, worker):
         return artifact
-    sizes = _sizes(folder, artifact)
-    if not sizes:
+    if path is None:
         return artifact.with_status("failed", "never finished")
-    raw = artifact.path not in sizes
-    reason = "not compressed by the end of training (timeouts.finish_s)" if raw else ""
-    return artifact.with_status("ok", reason, bytes=next(iter(sizes.values())))
+    is_raw = path.name != Path(artifact.path).name
+    reason = "not compressed by the end of training (timeouts.finish_s)" if is_raw else ""
+    return artifact.with_status("ok", reason, bytes=path.stat().st_size)
 
 
-def _sizes(folder: Path, artifact: Artifact) -> dict[str, int]:
-    """Return the sizes of an artifact and of its raw file in the step folder."""
-    found = {}
-    for name in (artifact.path, artifact.path.removesuffix(".gz")):
-        with suppress(TraceFormatError, OSError):
-            found[name] = named_file(folder, name).stat().st_size
-    return found
+def written_file(folder: Path, name: str) -> Path | None:
+    """Return the path of an artifact, or of its file that is not compressed yet;
+    ``None`` without either.
+
+    Raises:
+        TraceFormatError: The path leads out of the step folder.
+    """
+    for path in (named_file(folder, name), named_file(folder, name.removesuffix(".gz"))):
+        if path.exists():
+            return path
+    return None
 
 
 def _is_over(folder: Path, worker: CaptureResult) -> bool:
@@ -283,7 +306,7 @@ def recorded_folder(where: str, name: str, worker: str, capture_id: str) -> Path
     folder = Path(there.removesuffix(name))
     try:
         result = msgspec.json.decode(_read(folder / f"{worker}{RESULT_SUFFIX}"), type=CaptureResult)
-    except (*_UNREADABLE, TraceFormatError):
+    except (*UNDECODABLE, TraceFormatError):
         result = None
     if result is None or capture_of(result.capture_id) != capture_id:
         raise TraceFormatError(
@@ -293,10 +316,8 @@ def recorded_folder(where: str, name: str, worker: str, capture_id: str) -> Path
 
 
 def _read(path: Path, hint: str = "") -> bytes:
-    try:
+    with reading(path, hint):
         return read_small(path)
-    except OSError as error:
-        raise TraceFormatError(path, f"cannot be read ({error.strerror}){hint}") from error
 
 
 class EventFile:

@@ -18,7 +18,7 @@ import msgspec
 from isal import igzip, isal_zlib
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.files.opener import opened, whole_file
+from verl_profiling.files.opener import UNDECODABLE, opened, reading, whole_file
 from verl_profiling.manifest import Count, Ns
 
 LOG_SUFFIX = ".trajectories.jsonl.gz"
@@ -26,6 +26,7 @@ LOG_VERSION = 2
 NO_SPAN = -1
 MAX_LINE = 1 << 20
 _CHUNK = 4096  # lines that are encoded at once, while no other thread runs
+_UNLIKE = "which no log of trajectories has"
 _LOOK_EVERY = 64  # lines, each of which may unpack to megabytes
 MAX_BYTES = 1 << 27
 """Maximum number of uncompressed bytes to read."""
@@ -362,7 +363,7 @@ def _decoded(path: Path, begin: bytes = b"") -> Iterator[Line]:
         for text in _whole_lines(path):
             if text.startswith(begin):
                 yield decoder.decode(text)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise TraceFormatError(path, f"is not a log of trajectories: {error}") from error
 
 
@@ -371,22 +372,19 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
     because a cut off file ends with half a line.
     """
     left = MAX_BYTES
-    try:
-        with opened(path) as packed, igzip.open(packed, "rb") as file:
+    with reading(path), opened(path) as packed, igzip.open(packed, "rb") as file:
+        try:
             while line := file.readline(MAX_LINE + 1):
                 left -= len(line)
-                if left < 0 or len(line) > MAX_LINE:
-                    what = (
-                        f"a line of over {MAX_LINE:,}" if left >= 0 else f"more than {MAX_BYTES:,}"
-                    )
+                if left < 0:
+                    raise TraceFormatError(path, f"has more than {MAX_BYTES:,} bytes, {_UNLIKE}")
+                if len(line) > MAX_LINE:
                     raise TraceFormatError(
-                        path, f"has {what} bytes, which no log of trajectories has"
+                        path, f"has a line of over {MAX_LINE:,} bytes, {_UNLIKE}"
                     )
                 if line.endswith(b"\n"):
                     yield line
-    except (EOFError, isal_zlib.error):  # type: ignore[misc]  # the stub does not declare it as an exception
-        return
-    except gzip.BadGzipFile as error:
-        raise TraceFormatError(path, f"is not a gzip file: {error}") from error
-    except OSError as error:
-        raise TraceFormatError(path, f"cannot be read: {error.strerror or error}") from error
+        except (EOFError, isal_zlib.error):  # type: ignore[misc]  # the stub does not declare it as an exception
+            return
+        except gzip.BadGzipFile as error:
+            raise TraceFormatError(path, f"is not a gzip file: {error}") from error

@@ -17,14 +17,12 @@ from typing import BinaryIO
 
 import msgspec
 
-from verl_profiling.errors import TraceFormatError
-from verl_profiling.files.opener import opened
+from verl_profiling.files.opener import UNDECODABLE, opened, reading
 from verl_profiling.files.step_summary import StepSummary
 
 WATCH_LOG = "watch.jsonl"
 OLDER_WATCH_LOG = "watch.1.jsonl"
 MAX_LINE = 1 << 20
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def has_watch_log(run: Path) -> bool:
@@ -79,23 +77,18 @@ class WatchLogReader:
         Raises:
             TraceFormatError: The log leads out of the run's folder, or cannot be read.
         """
-        try:
-            with ExitStack() as stack:
-                # The newer one first: rotated meanwhile, it is the older one, too, and no part is
-                # missed.
-                parts: list[tuple[bytes, BinaryIO]] = []
-                for name in (WATCH_LOG, OLDER_WATCH_LOG):
-                    with suppress(FileNotFoundError):
-                        file = stack.enter_context(opened(self._run / name))
-                        parts.insert(0, (file.readline(MAX_LINE), file))
-                known = [first for first, _ in parts]
-                since = known.index(self._first) if self._first in known else 0
-                for first, part in parts[since:]:
-                    yield from self._steps(first, part)
-        except OSError as error:
-            raise TraceFormatError(
-                self._run / WATCH_LOG, f"cannot be read ({error.strerror})"
-            ) from error
+        with reading(self._run / WATCH_LOG), ExitStack() as stack:
+            # The newer one first: rotated meanwhile, it is the older one, too, and no part is
+            # missed.
+            parts: list[tuple[bytes, BinaryIO]] = []
+            for name in (WATCH_LOG, OLDER_WATCH_LOG):
+                with suppress(FileNotFoundError):
+                    file = stack.enter_context(opened(self._run / name))
+                    parts.insert(0, (file.readline(MAX_LINE), file))
+            firsts = [first for first, _ in parts]
+            since = firsts.index(self._first) if self._first in firsts else 0
+            for first, part in parts[since:]:
+                yield from self._steps(first, part)
 
     def _steps(self, first: bytes, part: BinaryIO) -> Iterator[StepSummary]:
         """Yield the unread steps of one of the files."""
@@ -108,5 +101,5 @@ class WatchLogReader:
             self._first, self._position = first, part.tell()
             is_first, within_a_line = not within_a_line, not is_whole
             if is_first and is_whole:
-                with suppress(*_UNREADABLE):
+                with suppress(*UNDECODABLE):
                     yield self._decoder.decode(line)

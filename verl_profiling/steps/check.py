@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.files.run_files import never_came, read_manifest, read_run, recorded_folder
+from verl_profiling.files.run_files import never_came, read_manifest, read_run
 from verl_profiling.files.trajectory_log import LOG_SUFFIX, read_log
 from verl_profiling.files.watch_log import WATCH_LOG, latest_step, read_watch_log
 from verl_profiling.identity import step_folder_name
@@ -38,7 +38,7 @@ Status = Literal[
 ]
 
 
-class Checked(msgspec.Struct, frozen=True, kw_only=True):
+class Checked(msgspec.Struct, frozen=True):
     """The state of one artifact.
 
     Attributes:
@@ -117,36 +117,34 @@ def _check_traces(folder: Path, limits: Limits, notes: list[str]) -> Iterator[Ch
     for file in sorted(files):
         yield _check_file(str(file.relative_to(folder)), file.resolve(), limits)
     for recording, problem in not_analysed(folder):
-        yield Checked(path=str(recording.relative_to(folder)), status="missing", reason=problem)
+        yield Checked(str(recording.relative_to(folder)), "missing", problem)
 
 
 def _check_run(run: Path) -> Iterator[Checked]:
     try:
         info = read_run(run)
     except TraceFormatError as error:
-        yield Checked(path=RUN_NAME, status="unreadable", reason=error.problem)
+        yield Checked(RUN_NAME, "unreadable", error.problem)
         return
     if info is not None:
         yield from _check_losses(run, info)
     if sentence := never_came(info):
-        yield Checked(path=RUN_NAME, status="missing", reason=sentence)
+        yield Checked(RUN_NAME, "missing", sentence)
     try:
         latest = latest_step(read_watch_log(run))
     except TraceFormatError as error:
-        yield Checked(path=WATCH_LOG, status="unreadable", reason=error.problem)
+        yield Checked(WATCH_LOG, "unreadable", error.problem)
         return
     for last in latest:
         if last.hangs:
-            yield Checked(path=WATCH_LOG, status="failed", reason=last.hangs)
+            yield Checked(WATCH_LOG, "failed", last.hangs)
 
 
 def _check_losses(run: Path, info: RunInfo) -> Iterator[Checked]:
     """Yield what ``run.json`` lists and the folder of the run does not hold."""
     for step, why in info.not_captured.items():
         if not (run / step_folder_name(step)).exists():
-            yield Checked(
-                path=RUN_NAME, status="missing", reason=f"step {step} was not captured: {why}"
-            )
+            yield Checked(RUN_NAME, "missing", f"step {step} was not captured: {why}")
     for name in info.captured:
         if "/" not in name and not (run / name).exists():
             reason = (
@@ -154,7 +152,7 @@ def _check_losses(run: Path, info: RunInfo) -> Iterator[Checked]:
             )
             if why := info.failed.get(name, ""):
                 reason += f": {why}"
-            yield Checked(path=name, status="missing", reason=reason)
+            yield Checked(name, "missing", reason)
     if info.end_ns is None and info.over:  # killed, or its disk could not be written
         for step in info.scheduled_steps:
             name = step_folder_name(step)
@@ -163,92 +161,80 @@ def _check_losses(run: Path, info: RunInfo) -> Iterator[Checked]:
                     f"step {step} of schedule.steps has no folder, and training did not "
                     f"end: {info.over}"
                 )
-                yield Checked(path=RUN_NAME, status="missing", reason=reason)
+                yield Checked(RUN_NAME, "missing", reason)
 
 
 def _check_step(folder: Path, limits: Limits, ray: str | None) -> Iterator[Checked]:
     """Check a step folder; paths are relative to it."""
     if not (folder.is_symlink() or (folder / MANIFEST_NAME).exists()):
-        yield Checked(path=MANIFEST_NAME, status="missing", reason=f"{folder.name} {UNWRITTEN}")
+        yield Checked(MANIFEST_NAME, "missing", f"{folder.name} {UNWRITTEN}")
         return
     try:
         manifest = read_manifest(folder)
     except TraceFormatError as error:
-        yield Checked(path=MANIFEST_NAME, status="unreadable", reason=error.problem)
+        yield Checked(MANIFEST_NAME, "unreadable", error.problem)
         return
     if reason := unfinished(manifest):
-        yield Checked(path=MANIFEST_NAME, status="begun", reason=reason)
+        yield Checked(MANIFEST_NAME, "begun", reason)
     elif not manifest.complete:
         said = "; ".join(note for note in manifest.notes if note.startswith(CUT_SHORT))
-        yield Checked(path=MANIFEST_NAME, status="cut", reason=said or CUT_SHORT)
+        yield Checked(MANIFEST_NAME, "cut", said or CUT_SHORT)
     yield from _check_workers(folder, manifest, limits, ray)
     if not manifest.workers:
         reason = "; ".join(("no worker was captured", *manifest.notes))
-        yield Checked(path=MANIFEST_NAME, status="empty", reason=reason)
+        yield Checked(MANIFEST_NAME, "empty", reason)
 
 
 def _check_workers(
     folder: Path, manifest: Manifest, limits: Limits, ray: str | None
 ) -> Iterator[Checked]:
-    calls = [
-        _check_where_it_is(folder, manifest.capture_id, worker.name, artifact, limits, ray)
-        for worker in manifest.workers
-        for artifact in worker.artifacts
-    ]
+    calls = []
+    for worker in manifest.workers:
+        for artifact in worker.artifacts:
+            source = Source(
+                path=folder.absolute() / artifact.path,  # a task has another working directory
+                lane=artifact.lane,
+                worker=worker.name,
+                role=worker.identity.role,
+                where=on_other_host(folder, artifact, ray),
+                artifact=artifact.path,
+                capture_id=manifest.capture_id,
+            )
+            check_it = partial(_check_artifact, folder.absolute(), source, artifact, limits)
+            calls.append((check_it, [source]))
     checked = results(calls, ray)
     for worker in manifest.workers:
         for artifact, entry in zip(worker.artifacts, checked, strict=False):
             if isinstance(entry, TraceFormatError):
-                entry = Checked(path=artifact.path, status="missing", reason=entry.problem)
-            yield entry
+                yield Checked(artifact.path, "missing", entry.problem)
+            else:
+                yield entry
         explained = any(
             artifact.status not in ("ok", "pending", "skipped") for artifact in worker.artifacts
         )
         if worker.status not in ("ok", "skipped") and not explained:  # it died, for one
-            yield Checked(path=worker.name, status=worker.status, reason=worker.reason)
+            yield Checked(worker.name, worker.status, worker.reason)
 
 
-def _check_where_it_is(
-    folder: Path, capture_id: str, worker: str, artifact: Artifact, limits: Limits, ray: str | None
-) -> tuple[Callable[[], Checked], list[Source]]:
-    """Return the call that checks an artifact on the host that has it, and the file."""
-    there = on_other_host(folder, artifact, ray)
-    folder = folder.absolute()  # a task has another working directory
-    file = Source(
-        path=folder / artifact.path, lane=artifact.lane, worker=worker, role="", where=there
-    )
-    if there:
-        return partial(_check_there, there, capture_id, worker, artifact, limits), [file]
-    return partial(_check_artifact, folder, artifact, limits), [file]
-
-
-def _check_there(
-    there: str, capture_id: str, worker: str, artifact: Artifact, limits: Limits
-) -> Checked:
-    folder = recorded_folder(there, artifact.path, worker, capture_id)
-    return _check_artifact(folder, artifact, limits)
-
-
-def _check_artifact(folder: Path, artifact: Artifact, limits: Limits) -> Checked:
-    """Read one artifact of a step folder completely."""
+def _check_artifact(folder: Path, source: Source, artifact: Artifact, limits: Limits) -> Checked:
+    """Read one artifact of a step folder completely, on the host that has it."""
     name = artifact.path
+    if source.where:
+        folder = source.recorded_in
     if artifact.status == "skipped":
-        return Checked(path=name, status="skipped", reason=artifact.reason)
+        return Checked(name, "skipped", artifact.reason)
     path, status, reason = located(folder, artifact)
     if path is None:
-        return Checked(path=name, status=status, reason=reason)
+        return Checked(name, status, reason)
     if path.is_dir():
         return _check_folder(name, path, limits)
     is_read = path.name.endswith((".json", ".json.gz", LOG_SUFFIX))
-    found = _check_file(name, path, limits, content=None if is_read else _bytes)
-    if artifact.status in ("empty", "failed", "truncated") and found.status in (
-        "ok",
-        artifact.status,
-    ):
-        return msgspec.structs.replace(
-            found, status=artifact.status, reason=artifact.reason or found.reason
-        )
-    return found
+    entry = _check_file(name, path, limits, content=None if is_read else _bytes)
+    was_incomplete = artifact.status in ("empty", "failed", "truncated")
+    if was_incomplete and entry.status in ("ok", artifact.status):
+        reason = artifact.reason or entry.reason
+        return msgspec.structs.replace(entry, status=artifact.status, reason=reason)
+    return entry
 
 
 _Content = tuple[Status, str, int | None]
@@ -264,10 +250,10 @@ def _check_file(
         size = path.stat().st_size
         status, reason, events = read(path, limits) if size else ("empty", "0 bytes", None)
     except OSError as error:  # a link to nothing
-        return Checked(path=name, status="unreadable", reason=error.strerror or str(error))
+        return Checked(name, "unreadable", error.strerror or str(error))
     except TraceFormatError as error:
-        return Checked(path=name, status="unreadable", reason=error.problem, bytes=size)
-    return Checked(path=name, status=status, reason=reason, bytes=size, events=events)
+        return Checked(name, "unreadable", error.problem, bytes=size)
+    return Checked(name, status, reason, bytes=size, events=events)
 
 
 def _log(path: Path, limits: Limits) -> _Content:
@@ -305,11 +291,11 @@ def _check_folder(name: str, path: Path, limits: Limits) -> Checked:
     """Check that an artifact that is a folder has files, and readable traces."""
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     if not size:
-        return Checked(path=name, status="empty", reason="the folder holds no data")
+        return Checked(name, "empty", "the folder holds no data")
     for _, problem in not_analysed(path):
-        return Checked(path=name, status="missing", reason=problem, bytes=size)
+        return Checked(name, "missing", problem, bytes=size)
     for trace in npu_files(path):
-        found = _check_file(f"{name}/{trace.relative_to(path)}", trace, limits)
-        if found.status != "ok":
-            return found
-    return Checked(path=name, status="ok", bytes=size)
+        entry = _check_file(f"{name}/{trace.relative_to(path)}", trace, limits)
+        if entry.status != "ok":
+            return entry
+    return Checked(name, "ok", bytes=size)

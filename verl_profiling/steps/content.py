@@ -15,9 +15,8 @@ from typing import BinaryIO
 import msgspec
 from isal import isal_zlib
 
-from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.memory import available_bytes, own_bytes
-from verl_profiling.files.opener import opened
+from verl_profiling.files.opener import opened, reading
 from verl_profiling.steps.databases import MAGIC, trace_of_database
 from verl_profiling.units import byte_size
 
@@ -82,19 +81,14 @@ class Blocks:
         Raises:
             TraceFormatError: The file cannot be opened or read, or is a pipe or a device.
         """
-        try:
-            with opened(self.path) as file:
-                for block in self._unlimited(file):
-                    if self.position + len(block) > self._limit:
-                        most = f"the limit of {self._limit:,} bytes of content"
-                        self.damage = f"stopped at {most} (Limits.content_bytes raises it)"
-                        return
-                    self.position += len(block)
-                    yield block
-        except OSError as error:
-            raise TraceFormatError(
-                self.path, f"cannot be read ({error.strerror or error})"
-            ) from error
+        with reading(self.path), opened(self.path) as file:
+            for block in self._unlimited(file):
+                if self.position + len(block) > self._limit:
+                    most = f"the limit of {self._limit:,} bytes of content"
+                    self.damage = f"stopped at {most} (Limits.content_bytes raises it)"
+                    return
+                self.position += len(block)
+                yield block
 
     def _unlimited(self, file: BinaryIO) -> Iterator[bytes]:
         """Return the content of a database, of a gzip file, or of any other file."""

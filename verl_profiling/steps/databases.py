@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.files.opener import opened
+from verl_profiling.files.opener import opened, reading
 from verl_profiling.manifest import MAX_NS
 
 MAGIC = b"SQLite format 3\0"
@@ -39,10 +39,8 @@ def trace_of_database(path: Path, metadata: Mapping[str, Any]) -> Iterator[bytes
     Raises:
         TraceFormatError: The file is no database of Nsight Systems or torch_npu.
     """
-    try:
+    with reading(path):
         opened(path).close()
-    except OSError as error:
-        raise TraceFormatError(path, f"cannot be read ({error.strerror})") from error
     # SQLite opens by name; when nothing changes, it looks for no journal, which could be a link.
     connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
     connection.text_factory = lambda text: text.decode("utf-8", "replace")

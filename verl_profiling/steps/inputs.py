@@ -13,7 +13,7 @@ import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.opener import named_file, real_folder
-from verl_profiling.files.run_files import known_run, read_manifest
+from verl_profiling.files.run_files import known_run, read_manifest, written_file
 from verl_profiling.files.trajectory_log import LOG_SUFFIX
 from verl_profiling.files.watch_log import has_watch_log
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, Artifact, CaptureResult, Manifest
@@ -210,11 +210,8 @@ def located(directory: Path, artifact: Artifact) -> tuple[Path | None, Any, str]
     An artifact that is being compressed has the path of the uncompressed file. An artifact with a
     path outside of the step folder is ``unreadable``.
     """
-    named = (
-        named_file(directory, path) for path in (artifact.path, artifact.path.removesuffix(".gz"))
-    )
     try:
-        path = next(filter(Path.exists, named), None)
+        path = written_file(directory, artifact.path)
     except TraceFormatError as error:
         return None, "unreadable", error.problem
     status = artifact.status if artifact.status in ("empty", "failed") else "missing"

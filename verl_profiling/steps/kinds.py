@@ -23,7 +23,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from verl_profiling.errors import ConfigError
-from verl_profiling.steps.trace import UNDECODABLE, Event
+from verl_profiling.files.opener import UNDECODABLE
+from verl_profiling.steps.trace import Event
 
 Meaning = Literal[
     "kernel", "copy", "on device, no work", "host", "collective on the host", "no work"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -347,13 +347,22 @@ class Records:
         for block in log.blocks:
             begin, end = self._clipped(block, self._window)
             if end > begin and block.loop in self._loop_of:
-                who = (names.get(block.span) or block.function) if block.function else UNKNOWN
-                key = (lane, shortened(who))
+                key = (lane, shortened(blocker(block, names)))
                 number, functions = self._blockers.setdefault(key, (len(self._blockers), Counter()))
                 functions[shortened(block.function)] += end - begin
                 owner = owners.get(block.span, NO_SPAN)
                 rows.append((self._loop_of[block.loop], begin, end, owner, number))
         self._blocks.append(np.array(rows, dtype=np.int64).reshape(-1, 5))
+
+
+def blocker(block: Block, names: Mapping[int, str]) -> str:
+    """Return the span that blocked an event loop, else the function.
+
+    Args:
+        block: The block.
+        names: Names of spans by their ids.
+    """
+    return (names.get(block.span) or block.function) if block.function else UNKNOWN
 
 
 def _failed_in(log: TrajectoryLog) -> dict[int, str]:

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from verl_profiling.files.opener import named_file
-from verl_profiling.files.run_files import recorded_folder
+from verl_profiling.files.run_files import recorded_folder, written_file
 from verl_profiling.files.trajectory_log import LOG_SUFFIX
 from verl_profiling.identity import step_folder_name
 from verl_profiling.manifest import (
@@ -97,10 +98,17 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         """
         if not self.where:
             return self.path
-        folder = recorded_folder(self.where, self.artifact, self.worker, self.capture_id)
-        file = named_file(folder, self.artifact)
-        raw = file.with_name(file.name.removesuffix(".gz"))
-        return raw if raw.exists() and not file.exists() else file
+        folder = self.recorded_in
+        return written_file(folder, self.artifact) or named_file(folder, self.artifact)
+
+    @property
+    def recorded_in(self) -> Path:
+        """The step folder on the only host that has the file, which is this host.
+
+        Raises:
+            TraceFormatError: This run did not record the file on its host.
+        """
+        return recorded_folder(self.where, self.artifact, self.worker, self.capture_id)
 
     @property
     def is_log(self) -> bool:
@@ -277,76 +285,93 @@ def _in_order(spans: Sequence[StepSpan]) -> bool:
     return all(follows) and all(span.begin_ns <= span.end_ns for span in spans)
 
 
-def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
-    span, *later = whole.step_spans[index:]
-    begin_ns, end_ns = span.begin_ns, span.end_ns
-    since_ns = begin_ns if index else 0
-    next_ns = later[0].begin_ns if later else MAX_NS
+class _Window(NamedTuple):
+    """A step of a continuous capture; times are unix ns.
 
-    def drives(begun: ToolSpan | Rpc) -> bool:
+    Attributes:
+        begin_ns: Begin of the step.
+        end_ns: End of the step.
+        since_ns: Begin of the step, but 0 for the first one.
+        next_ns: Begin of the next step.
+    """
+
+    begin_ns: int
+    end_ns: int
+    since_ns: int
+    next_ns: int
+
+    def drives(self, begun: ToolSpan | Rpc) -> bool:
         """Return whether a tool span or RPC belongs to this step: the last before it,
         else the first.
         """
-        return since_ns <= begun.begin_ns < next_ns
+        return self.since_ns <= begun.begin_ns < self.next_ns
 
-    def clipped(stages: Iterable[StageSpan]) -> list[StageSpan]:
-        parts = (
-            (stage, max(stage.begin_ns, begin_ns), min(stage.end_ns, end_ns)) for stage in stages
-        )
-        return [
-            msgspec.structs.replace(stage, begin_ns=first, end_ns=last)
-            for stage, first, last in parts
-            if first < last or begin_ns <= stage.begin_ns == stage.end_ns < end_ns
-        ]
+    def overlaps(self, artifact: Artifact) -> bool:
+        """Return whether an artifact was recorded in the step; without an end, it may have been."""
+        has_begun = artifact.begin_ns < self.end_ns
+        return not artifact.end_ns or (has_begun and artifact.end_ns > self.begin_ns)
 
-    def is_outside(stage: StageSpan) -> bool:
+    def is_around(self, stage: StageSpan) -> bool:
         """Return whether a stage ran before the first step, or between this step and the next."""
-        return since_ns < stage.end_ns <= begin_ns or end_ns <= stage.begin_ns < next_ns
+        is_before = self.since_ns < stage.end_ns <= self.begin_ns
+        return is_before or self.end_ns <= stage.begin_ns < self.next_ns
 
-    def is_of_step(artifact: Artifact) -> bool:
-        return not artifact.end_ns or (artifact.begin_ns < end_ns and artifact.end_ns > begin_ns)
+    def clipped(self, stages: Iterable[StageSpan]) -> list[StageSpan]:
+        """Return the parts of stages in the step."""
+        parts = []
+        for stage in stages:
+            first, last = max(stage.begin_ns, self.begin_ns), min(stage.end_ns, self.end_ns)
+            if first < last or self.begin_ns <= stage.begin_ns == stage.end_ns < self.end_ns:
+                parts.append(msgspec.structs.replace(stage, begin_ns=first, end_ns=last))
+        return parts
 
-    def part_of(worker: CaptureResult) -> CaptureResult:
+    def part_of(self, worker: CaptureResult, step: int) -> CaptureResult:
+        """Return the part of a worker's result in the step."""
+        ended = [r for r in worker.requests if self.begin_ns < r.end_ns <= self.end_ns]
         return msgspec.structs.replace(
             worker,
-            step=span.step,
-            stages=clipped(worker.stages),
-            pauses=clipped(worker.pauses),
-            tool_spans=list(filter(drives, worker.tool_spans)),
-            requests=[
-                request for request in worker.requests if begin_ns < request.end_ns <= end_ns
-            ],
-            artifacts=list(filter(is_of_step, worker.artifacts)),
+            step=step,
+            stages=self.clipped(worker.stages),
+            pauses=self.clipped(worker.pauses),
+            tool_spans=list(filter(self.drives, worker.tool_spans)),
+            requests=ended,
+            artifacts=list(filter(self.overlaps, worker.artifacts)),
         )
 
+
+def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
+    span, *later = whole.step_spans[index:]
+    since_ns = span.begin_ns if index else 0
+    next_ns = later[0].begin_ns if later else MAX_NS
+    window = _Window(span.begin_ns, span.end_ns, since_ns, next_ns)
     around = sorted((*whole.outside, *whole.stages), key=lambda stage: stage.begin_ns)
+    workers = [window.part_of(worker, span.step) for worker in whole.workers]
     manifest = msgspec.structs.replace(
         whole,
         step=span.step,
         steps=[span.step],
         step_spans=[span],
         policy_version=span.policy_version,
-        begin_ns=begin_ns,
-        end_ns=end_ns,
+        begin_ns=span.begin_ns,
+        end_ns=span.end_ns,
         complete=whole.complete or bool(later),
-        stages=clipped(whole.stages),
-        pauses=clipped(whole.pauses),
-        outside=list(filter(is_outside, around)),
-        rpcs=list(filter(drives, whole.rpcs)),
-        workers=list(map(part_of, whole.workers)),
+        stages=window.clipped(whole.stages),
+        pauses=window.clipped(whole.pauses),
+        outside=list(filter(window.is_around, around)),
+        rpcs=list(filter(window.drives, whole.rpcs)),
+        workers=workers,
         metrics=span.metrics,
     )
-    recorded = {
-        (worker.name, artifact.path) for worker in manifest.workers for artifact in worker.artifacts
-    }
+    recorded = {(worker.name, artifact.path) for worker in workers for artifact in worker.artifacts}
+    files = [
+        file for file in inputs.files if file.is_log or (file.worker, file.artifact) in recorded
+    ]
     return msgspec.structs.replace(
         inputs,
         step=span.step,
         manifest=manifest,
         capture=whole,
-        files=[
-            file for file in inputs.files if file.is_log or (file.worker, file.artifact) in recorded
-        ],
+        files=files,
         label=step_folder_name(span.step),
     )
 

@@ -23,6 +23,7 @@ from typing import Annotated, Any
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.files.opener import UNDECODABLE
 from verl_profiling.manifest import MAX_NS
 from verl_profiling.steps.content import BLOCK_BYTES, Blocks, Limits
 from verl_profiling.steps.databases import NO_DATABASE
@@ -35,9 +36,6 @@ up to 2096 for a base of 0.
 
 LONGEST_US = 1e15
 """Longest duration of an event (us)."""
-
-UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Exceptions that the decoder raises for invalid bytes."""
 
 NO_ARGS = msgspec.Raw(b"")
 

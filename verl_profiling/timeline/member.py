@@ -30,7 +30,7 @@ from verl_profiling.files.trajectory_log import (
 from verl_profiling.manifest import Request
 from verl_profiling.steps.content import Limits
 from verl_profiling.steps.nesting import nested_rows, packed_rows
-from verl_profiling.steps.records import linked_log
+from verl_profiling.steps.records import blocker, linked_log
 from verl_profiling.steps.requests import joined
 from verl_profiling.steps.step import Keep, Source
 from verl_profiling.steps.trace import Event, Trace
@@ -271,32 +271,19 @@ class _Drawn:
         """Yield the slices of all selected records."""
         blocking = {block.span for block in self._log.blocks}
         names = {span.id: span.name for span in self._log.spans if span.id in blocking}
-        own: dict[str, object]
         for record, row in self.placed:
+            status = ""
             if isinstance(record, Block):
-                own = {"task": record.task, "function": record.function}
-                who = (names.get(record.span) or record.function) if record.function else "unknown"
-                kind, name, status = "block", shortened(who), ""
+                kind, name = "block", shortened(blocker(record, names))
+                about: dict[str, object] = {"task": record.task, "function": record.function}
             elif isinstance(record, TrajectoryRecord):
                 kind, name, status = "trajectory", _trajectory_name(record), record.status
-                own = {
-                    **record.facts,
-                    "group": record.group,
-                    "sample": record.sample,
-                    "status": status,
-                }
-                own |= {"error": record.error} if record.error else {}
+                about = _about_trajectory(record)
             else:
-                kind, name, status = (
-                    "span",
-                    shortened(record.name),
-                    record.status or "failed" * record.failed,
-                )
-                said = {
-                    name: getattr(record, name) for name in ("failed", "open", "status", "request")
-                }
-                own = {**record.facts, **{key: value for key, value in said.items() if value}}
-            event = self._draw(row + 1, kind, "", record.begin_ns, record.end_ns, about=own or None)
+                kind, name = "span", shortened(record.name)
+                status = record.status or "failed" * record.failed
+                about = _about_span(record)
+            event = self._draw(row + 1, kind, "", record.begin_ns, record.end_ns, about or None)
             event.name, event.cname = name, _BAD.get(status)
             yield event
 
@@ -337,6 +324,17 @@ class _Drawn:
                 yield from request_arrow(
                     job.index * ID_STRIDE + place, tail, from_ns, request, head, job.base_ns
                 )
+
+
+def _about_trajectory(record: TrajectoryRecord) -> dict[str, object]:
+    named = {"group": record.group, "sample": record.sample, "status": record.status}
+    error = {"error": record.error} if record.error else {}
+    return {**record.facts, **named, **error}
+
+
+def _about_span(record: SpanRecord) -> dict[str, object]:
+    names = ("failed", "open", "status", "request")
+    return {**record.facts, **{name: value for name in names if (value := getattr(record, name))}}
 
 
 def _trajectory_name(trajectory: TrajectoryRecord) -> str:

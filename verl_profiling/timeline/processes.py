@@ -13,7 +13,15 @@ from functools import partial
 
 import msgspec
 
-from verl_profiling.manifest import CaptureResult, Manifest, Request
+from verl_profiling.manifest import (
+    CaptureResult,
+    Manifest,
+    Request,
+    Rpc,
+    StageSpan,
+    StepSpan,
+    ToolSpan,
+)
 from verl_profiling.steps.kinds import is_host, is_on_device
 from verl_profiling.steps.nesting import packed_rows, stages_by_row
 from verl_profiling.steps.trace import NO_ARGS, Event
@@ -222,11 +230,12 @@ def controller_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int)
     events: list[Event] = []
     stages: list[Event] = []
     named: set[tuple[str, int]] = set()
-    for who, tid, title, category, part in _from_manifest(manifest):
+    for (who, tid, title), category, name, span, about in _from_manifest(manifest):
         if (who, tid) not in named:
             named.add((who, tid))
             events.append(metadata("thread_name", pids[who], tid, {"name": title}))
-        drawn = draw(base_ns, pids[who], tid, category, *part)
+        times = span.begin_ns, span.end_ns
+        drawn = draw(base_ns, pids[who], tid, category, name, *times, about)
         (stages if category == "stage" else events).append(drawn)
     return [*events, *stages, *_arrows(stages, pids[CONTROLLER])]
 
@@ -234,61 +243,46 @@ def controller_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int)
 Slice = tuple[str, int, int, Mapping[str, object]]
 """Name, begin, end (unix ns) and arguments of a slice."""
 
-_Drawn = tuple[str, int, str, str, Slice]
-"""Process, thread, name of the thread, category, and slice."""
+_Span = StepSpan | Rpc | StageSpan | ToolSpan
+_Drawn = tuple[tuple[str, int, str], str, str, _Span, Mapping[str, object]]
+"""Process, thread and name of the thread; category, name, times and arguments of a slice."""
 
 
 def _from_manifest(manifest: Manifest) -> Iterator[_Drawn]:
     """Yield the slices of steps, calls, pauses, stages and tools,
     those of the loop before the workers'.
     """
-    for step in manifest.step_spans if len(manifest.step_spans) > 1 else ():
-        version = step.policy_version
-        about = {} if version is None else {"policy_version": version}
-        title = f"step {step.step}"
-        yield CONTROLLER, _STEPS_TID, "steps", "step", (title, step.begin_ns, step.end_ns, about)
+    if len(manifest.step_spans) > 1:
+        for step in manifest.step_spans:
+            version = step.policy_version
+            about = {} if version is None else {"policy_version": version}
+            yield (CONTROLLER, _STEPS_TID, "steps"), "step", f"step {step.step}", step, about
     threads: dict[str, int] = {}
     for rpc in manifest.rpcs:
         tid = threads.setdefault(rpc.worker, _FIRST_RPC_TID + len(threads))
         called = {"worker": rpc.worker, "ok": rpc.ok}
-        yield (
-            CONTROLLER,
-            tid,
-            f"rpc {rpc.worker}",
-            "rpc",
-            (rpc.method, rpc.begin_ns, rpc.end_ns, called),
-        )
-    loop = (CONTROLLER, [*manifest.stages, *manifest.outside], manifest.pauses)
-    for who, stages, pauses in (
-        loop,
-        *((one.name, one.stages, one.pauses) for one in manifest.workers),
-    ):
-        for pause in pauses:
-            yield (
-                who,
-                _PAUSES_TID,
-                "pauses",
-                "pause",
-                (pause.name, pause.begin_ns, pause.end_ns, {}),
-            )
-        for span, row in stages_by_row(
-            stages
-        ):  # those that overlap without nesting are on separate threads
-            title, about = (
-                f"stages {row + 1}" if row else "stages",
-                {"failed": True} if span.failed else {},
-            )
-            yield (
-                who,
-                STAGES_TID - row,
-                title,
-                "stage",
-                (span.name, span.begin_ns, span.end_ns, about),
-            )
+        yield (CONTROLLER, tid, f"rpc {rpc.worker}"), "rpc", rpc.method, rpc, called
+    outer_stages = [*manifest.stages, *manifest.outside]
+    yield from _of_process(CONTROLLER, outer_stages, manifest.pauses)
+    for worker in manifest.workers:
+        yield from _of_process(worker.name, worker.stages, worker.pauses)
     for worker in manifest.workers:
         for tool in worker.tool_spans:
-            title, of = f"{tool.name} of the tool", {"stage": tool.stage} if tool.stage else {}
-            yield worker.name, TOOL_TID, "tool", "capture", (title, tool.begin_ns, tool.end_ns, of)
+            of_stage = {"stage": tool.stage} if tool.stage else {}
+            title = f"{tool.name} of the tool"
+            yield (worker.name, TOOL_TID, "tool"), "capture", title, tool, of_stage
+
+
+def _of_process(
+    who: str, stages: Iterable[StageSpan], pauses: Iterable[StageSpan]
+) -> Iterator[_Drawn]:
+    """Yield pauses and stages; stages that overlap without nesting are on separate threads."""
+    for pause in pauses:
+        yield (who, _PAUSES_TID, "pauses"), "pause", pause.name, pause, {}
+    for span, row in stages_by_row(stages):
+        title = f"stages {row + 1}" if row else "stages"
+        about = {"failed": True} if span.failed else {}
+        yield (who, STAGES_TID - row, title), "stage", span.name, span, about
 
 
 def _arrows(stages: list[Event], controller: int) -> list[Event]:
