@@ -28,9 +28,10 @@ from verl_profiling.cli import main
 from verl_profiling.files.step_summary import Idle, RankUse, SpanTotal, StepSummary
 from verl_profiling.report.sentences import waits
 from verl_profiling.trajectories import count
-from verl_profiling.watch.exposed import StepRuns, exposed
-from verl_profiling.watch.idle import idle_of, made_in
+from verl_profiling.watch.exposed import exposed
+from verl_profiling.watch.idle import idle_in, made_in
 from verl_profiling.watch.sinks import WatchLog, values_of
+from verl_profiling.watch.step_slices import StepSlices
 from verl_profiling.workers import (
     AgentLoopCaptureMixin,
     CaptureMixin,
@@ -305,7 +306,7 @@ def judged(
     )
     made.loop, made.workers = list(loop), list(workers)
     made.exposed = exposed(made, bool(workers))
-    made.trainer_idle, made.rollout_idle = idle_of(made, True, StepRuns(made))
+    made.trainer_idle, made.rollout_idle = idle_in(StepSlices([made]), True)[0]
     made.samples, made.tokens = made_in(made)
     return made
 

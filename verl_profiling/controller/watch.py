@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
+from itertools import groupby
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,10 @@ from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import finite_numbers
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.watch.collectives import RecorderReading, with_lateness
-from verl_profiling.watch.exposed import StepRuns, exposed
-from verl_profiling.watch.idle import idle_of, made_in
+from verl_profiling.watch.exposed import exposed_in
+from verl_profiling.watch.idle import idle_in, made_in
 from verl_profiling.watch.sinks import Listener, log_listeners
+from verl_profiling.watch.step_slices import StepSlices
 from verl_profiling.watch.sums import STAGES_OF_A_STEP, StageSums, WatchQuestion, WatchReading
 
 logger = logging.getLogger(__name__)
@@ -240,15 +242,10 @@ class Watch:
         elif ranks is not None:
             ranks.send(steps)
         has_workers = bool(self.roster.targets)
-        for step in steps:
-            step.add_up()
-            summary = with_lateness(step)
-            summary.earlier = self.summaries[-1].workers if self.summaries else []
-            runs = StepRuns(summary)
-            summary.exposed = exposed(summary, has_workers, runs)
-            summary.trainer_idle, summary.rollout_idle = idle_of(summary, has_workers, runs)
-            if summary.spans:
-                summary.samples, summary.tokens = made_in(summary)
+        summaries = [with_lateness(step) for step in steps]
+        for _, alike in groupby(summaries, key=_lanes):
+            _judge([*alike], has_workers)
+        for summary in summaries:
             self.summaries.append(summary)
             if self.options.trigger is not None:
                 self.recorders.follow(summary)
@@ -266,6 +263,22 @@ class Watch:
             logger.error(
                 "watch: step %d: %s: %s", step, type(error).__name__, error, exc_info=error
             )
+
+
+def _lanes(summary: StepSummary) -> tuple[tuple[str, ...], list[str]]:
+    return summary.background, [use.lane for use in summary.processes]
+
+
+def _judge(summaries: Sequence[StepSummary], has_workers: bool) -> None:
+    """Set what follows from the stages of steps with the same processes."""
+    slices = StepSlices(summaries)
+    for summary, rows in zip(summaries, exposed_in(slices, has_workers), strict=True):
+        summary.exposed = rows
+    for summary, sides in zip(summaries, idle_in(slices, has_workers), strict=True):
+        summary.trainer_idle, summary.rollout_idle = sides
+        summary.add_up()
+        if summary.spans:
+            summary.samples, summary.tokens = made_in(summary)
 
 
 class WatchedWorkers:

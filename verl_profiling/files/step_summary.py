@@ -199,7 +199,6 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         policy_version: Version of the weights, if the loop reports one.
         loop: The processes that run the loop: the controller, or every rank of an SPMD loop.
         workers: The processes of workers, as far as they were read.
-        earlier: The workers in the step before, whose stages may last into this step.
         exposed: Exposed times, in order of the stages.
         memory: Memory by role.
         spans: Totals of trajectories and spans, the longest first.
@@ -227,7 +226,6 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     policy_version: int | None = None
     loop: list[RankUse] = []
     workers: list[RankUse] = []
-    earlier: list[RankUse] = []
     exposed: list[ExposedStage] = []
     memory: list[RoleMemory] = []
     spans: list[SpanTotal] = []
@@ -295,18 +293,25 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def add_up(self) -> None:
         """Set ``memory``, ``spans`` and ``counts`` to the sums over the processes."""
-        roles: dict[str, RoleMemory] = {}
+        roles: dict[str, list[RankUse]] = {}
         counts = Counter[str]()
         for process in self.processes:
-            role = roles.setdefault(process.role, RoleMemory(role=process.role, processes=0))
-            role.processes += 1
-            if (process.peak_bytes or 0) > (role.peak_bytes or 0):
-                role.lane, role.peak_bytes = process.lane, process.peak_bytes
-            role.held_bytes = max(process.held_bytes or 0, role.held_bytes or 0) or None
-            counts.update(process.counts or {})
+            roles.setdefault(process.role, []).append(process)
+            if process.counts:
+                counts.update(process.counts)
         self.counts = dict(counts)
-        self.memory = [*roles.values()]
+        self.memory = [_memory(role, uses) for role, uses in roles.items()]
         self.spans = _spans(self.processes)
+
+
+def _memory(role: str, uses: Sequence[RankUse]) -> RoleMemory:
+    """Return the memory of the processes of a role."""
+    peaks = [use.peak_bytes or 0 for use in uses]
+    held = max([use.held_bytes or 0 for use in uses])
+    memory = RoleMemory(role=role, processes=len(uses), held_bytes=held or None)
+    if peak := max(peaks):
+        memory.lane, memory.peak_bytes = uses[peaks.index(peak)].lane, peak
+    return memory
 
 
 def _spans(processes: Sequence[RankUse]) -> list[SpanTotal]:

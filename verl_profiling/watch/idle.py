@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from verl_profiling.files.step_summary import NO_REQUESTS, ROLLOUT, TRAINING, Idle, StepSummary
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import WAIT, WEIGHT_SYNC
+from verl_profiling.slices.slices import Floats, Ints, Slices
 from verl_profiling.trajectories.spans import TRAJECTORY
-from verl_profiling.watch.exposed import Runs, StepRuns, numbered
+from verl_profiling.watch.step_slices import StepSlices
 
 _GENERATE = "generate"
 _NOT_TRAINING = (ROLLOUT_ROLE, "agent_loop", "reward", "rollouter")
@@ -25,10 +26,21 @@ _APART = (WEIGHT_SYNC, "reward", "validate")
 _WAITS = 0.05
 """Share of a step from which a trainer waits for a rollout in the background."""
 
-_Floats = NDArray[np.float64]
-_Whole = NDArray[np.int64]
-_Cause = tuple[str, list[tuple[float, float]]]
-"""Name and periods. Where causes overlap, the last one counts."""
+
+class _Period(NamedTuple):
+    """A period of a cause.
+
+    Attributes:
+        name: The cause.
+        begin_ns: Begin, after the step began.
+        end_ns: End.
+        stage: The stage.
+    """
+
+    name: str
+    begin_ns: float
+    end_ns: float
+    stage: str
 
 
 def made_in(summary: StepSummary) -> tuple[int, int]:
@@ -44,154 +56,195 @@ def made_in(summary: StepSummary) -> tuple[int, int]:
     return sum(one.runs for one in made) or requests, sum(one.tokens for one in made)
 
 
-def idle_of(
-    summary: StepSummary, has_workers: bool, runs: StepRuns
-) -> tuple[Idle | None, Idle | None]:
-    """Return the idle time of training and of the rollout in a step; ``None`` if unknown.
+def idle_in(slices: StepSlices, has_workers: bool) -> list[tuple[Idle | None, Idle | None]]:
+    """Return the idle time of training and of the rollout in each step; ``None`` if unknown.
 
     Training are the workers with a training role, or else the loop. The rollout are the replicas,
     else the training processes that generate, else the loop's stage ``rollout``. Roles without
     stages are left out. A replica that receives weights does not generate, so this time is idle.
 
     Args:
-        summary: The summary of the step, with its exposed times.
+        slices: The slices of the steps, whose summaries have their exposed times.
         has_workers: Whether the loop calls workers. Then the idle time is unknown without the
             workers' replies.
-        runs: The runs of the step.
     """
-    step_ns = summary.duration_ns
-    is_unread = (
-        has_workers and not summary.workers and [use.role for use in summary.loop] == ["controller"]
-    )
-    if is_unread or not (summary.loop and step_ns):
-        return None, None
-    if len(summary.loop) == 1 and not summary.workers and not summary.background:
-        return _alone(summary)
-    loop, workers = runs.loop, runs.workers
-    roles, role_of, in_loop = (
-        runs.roles,
-        runs.role_of,
-        numbered([use.role for use in summary.loop])[1],
-    )
-    trains = np.array([role not in _NOT_TRAINING for role in roles], dtype=bool)[role_of]
-    is_engine = np.array([role == ROLLOUT_ROLE for role in roles], dtype=bool)[role_of]
-    of_training, own = (
-        (role_of, workers.at(trains[workers.who])) if trains.any() else (in_loop, loop)
-    )
-    wait = [name for name in runs.stages if name.startswith(WAIT)]
-    works = own.at(~runs.named(own, ROLLOUT, _GENERATE, *wait)).own_time()
-    of_rollout, made = role_of, workers.at(is_engine[workers.who])
-    if not made.who.size:
-        of_rollout, made = of_training, own.at(runs.named(own, ROLLOUT, _GENERATE))
-    if not made.who.size:
-        of_rollout, made = in_loop, loop.at(runs.named(loop, ROLLOUT))
-    made = made.at(~runs.named(made, WEIGHT_SYNC))
-    stages = [*_by_name(runs, loop)]
-    by_loop = sorted(stages, key=lambda one: one[0] not in summary.background)
-    others = _by_name(runs, workers.at(~trains[workers.who]))
-    trainer_idle = _idle(of_training, works, [one[1:] for one in (*others, *by_loop)], step_ns)
-    is_apart = runs.named(works, *_APART)
-    causes = [
-        *((NO_REQUESTS if name == ROLLOUT else name, periods) for _, name, periods in by_loop),
-        (TRAINING, _union(works.begin[~is_apart], works.end[~is_apart])),
-        *(one[1:] for one in _by_name(runs, works.at(is_apart))),
-        *(one[1:] for one in stages if one[0] in _APART),
-    ]
-    rollout_idle = _idle(of_rollout, made.own_time(), causes, step_ns)
-    if summary.background and trainer_idle is not None and rollout_idle is not None:
-        waits = trainer_idle.cause == ROLLOUT and trainer_idle.share >= _WAITS
-        if waits and rollout_idle.cause == TRAINING:  # both cannot wait for each other
-            rollout_idle = msgspec.structs.replace(rollout_idle, cause=NO_REQUESTS)
-    return trainer_idle, rollout_idle
+    summaries, first = slices.summaries, slices.summaries[0]
+    is_controller = [use.role for use in first.loop] == ["controller"]
+    if not first.loop or (has_workers and not first.workers and is_controller):
+        return [(None, None)] * len(summaries)
+    if len(first.loop) == 1 and not first.workers and not first.background:
+        return [_alone(summary) for summary in summaries]
+    sides = _Sides(slices)
+    trainers = _idle(slices, sides.training, sides.causes_of_training())
+    rollouts = _idle(slices, sides.rollout, sides.causes_of_rollout())
+    if first.background:
+        rollouts = [*map(_not_both, trainers, rollouts)]
+    return [*zip(trainers, rollouts, strict=True)]
 
 
-def _by_name(runs: StepRuns, rows: Runs) -> Iterator[tuple[str, str, list[tuple[float, float]]]]:
-    """Yield the name of each stage, the name of what is waited for in it, and its periods."""
-    names = list(runs.stages)
-    for stage in sorted({*rows.stage.tolist()}):
-        those, name = rows.stage == stage, names[stage].removeprefix(WAIT)
-        yield (
-            names[stage],
-            ROLLOUT if name == _GENERATE else name,
-            _union(rows.begin[those], rows.end[those]),
-        )
+def _not_both(trainer: Idle | None, rollout: Idle | None) -> Idle | None:
+    """Return the rollout's idle time: both sides cannot wait for each other."""
+    if trainer is None or rollout is None or rollout.cause != TRAINING:
+        return rollout
+    if trainer.cause == ROLLOUT and trainer.share >= _WAITS:
+        return msgspec.structs.replace(rollout, cause=NO_REQUESTS)
+    return rollout
 
 
-def _idle(role_of: _Whole, busy: Runs, causes: Sequence[_Cause], step_ns: int) -> Idle | None:
-    """Return the mean idle time, and its largest cause, over the processes of busy roles.
+class _Sides:
+    """Training and rollout in a step, and what each of them may wait for.
 
     Args:
-        role_of: The role of each process.
-        busy: Stage runs of the processes, without overlap within a process.
-        causes: Periods of possible causes of waits.
-        step_ns: Duration of the step (ns).
+        slices: The slices of the step.
+
+    Attributes:
+        training: The work of the training processes.
+        rollout: The time in which the processes of the rollout generate.
     """
-    if not busy.who.size:
-        return None
-    processes = int(np.bincount(role_of)[[*{*role_of[busy.who].tolist()}]].sum())
-    periods = [(number, *period) for number, (_, found) in enumerate(causes, 1) for period in found]
-    times = {min(max(time, 0.0), step_ns) for _, *period in periods for time in period}
-    cuts = sorted({0.0, float(step_ns), *times})
-    cause_of = [0] * len(cuts)
-    for number, *period in periods:
-        first, last = (bisect_left(cuts, time) for time in period)
-        cause_of[first:last] = [number] * (last - first)
-    at, weight = (
-        np.array(cuts),
-        np.minimum(busy.length / np.maximum(busy.end - busy.begin, 1.0), 1.0),
-    )
-    open_ns = _since(busy.begin, weight, at) - _since(busy.end, weight, at)
-    idle = np.diff(at - open_ns / processes) / step_ns
-    names = ["", *(name for name, _ in causes)]
-    return _largest(zip(names, np.bincount(cause_of[:-1], idle, len(names)).tolist(), strict=True))
+
+    def __init__(self, slices: StepSlices) -> None:
+        self._slices = slices
+        work, side = slices.workers, slices.whole_loop
+        is_other = slices.in_roles(work, *_NOT_TRAINING)
+        self._others = work.at(is_other)
+        if {*slices.roles}.difference(_NOT_TRAINING):
+            side = work.at(~is_other)
+        waits = [name for name in slices.names if name.startswith(WAIT)]
+        generates = slices.named(side, ROLLOUT, _GENERATE)
+        self.training = side.at(~(generates | slices.named(side, *waits))).flat()
+        self.rollout = self._rollout(side.at(generates))
+
+    def _rollout(self, generating: Slices) -> Slices:
+        """Return the replicas, else training processes that generate, else the loop's rollout."""
+        slices, loop = self._slices, self._slices.whole_loop
+        side = self._others.at(slices.in_roles(self._others, ROLLOUT_ROLE))
+        if not side.who.size:
+            side = generating
+        if not side.who.size:
+            side = loop.at(slices.named(loop, ROLLOUT))
+        return side.at(~slices.named(side, WEIGHT_SYNC)).flat()
+
+    @cached_property
+    def _loop(self) -> list[_Period]:
+        """Periods of the loop's stages; those of stages in the background come first."""
+        loop, background = self._slices.whole_loop, self._slices.summaries[0].background
+        in_background = self._slices.named(loop, *background)
+        return [*self._named(loop.at(in_background)), *self._named(loop.at(~in_background))]
+
+    def causes_of_training(self) -> list[_Period]:
+        """Return what training may wait for."""
+        return [*self._named(self._others), *self._loop]
+
+    def causes_of_rollout(self) -> list[_Period]:
+        """Return what the rollout may wait for."""
+        loop = [
+            period._replace(name=NO_REQUESTS) if period.name == ROLLOUT else period
+            for period in self._loop
+        ]
+        slices, work = self._slices, self.training
+        is_apart = slices.named(work, *_APART)
+        trains = work.at(~is_apart)
+        trains = trains._replace(name=slices.step(trains) * len(slices.names))
+        training = [period._replace(name=TRAINING) for period in self._named(trains)]
+        loop_apart = [period for period in self._loop if period.stage in _APART]
+        return [*loop, *training, *self._named(work.at(is_apart)), *loop_apart]
+
+    def _named(self, slices: Slices) -> list[_Period]:
+        """Return the periods in which any of the processes is in a stage, by stage."""
+        union = slices.by_name()
+        return [
+            _Period(_waited(name), begin, end, name)
+            for (_, name), begin, end in zip(
+                self._slices.stages(union.name),
+                union.begin.tolist(),
+                union.end.tolist(),
+                strict=True,
+            )
+        ]
+
+
+def _waited(stage: str) -> str:
+    """Return the name of what is waited for in a stage."""
+    name = stage.removeprefix(WAIT)
+    return ROLLOUT if name == _GENERATE else name
+
+
+def _idle(slices: StepSlices, busy: Slices, causes: Sequence[_Period]) -> list[Idle | None]:
+    """Return the mean idle time in each step, and its largest cause, over the processes of busy
+    roles.
+
+    Args:
+        slices: The slices of the steps.
+        busy: The work of the processes, without overlap within a process.
+        causes: Periods of possible causes; where they overlap, the last one counts.
+    """
+    processes = _processes(slices, busy)
+    periods = np.array([[cause.begin_ns, cause.end_ns] for cause in causes]).reshape(-1, 2)
+    cuts = np.unique(np.concatenate([periods.ravel(), slices.begins, slices.ends]))
+    cause_of = np.full(cuts.size - 1, -1)
+    for number, (first, last) in enumerate(np.searchsorted(cuts, periods).tolist()):
+        cause_of[first:last] = number
+    step = np.searchsorted(slices.ends, cuts[:-1], side="right")
+    weight = np.minimum(busy.took / np.maximum(busy.end - busy.begin, 1.0), 1.0)
+    open_ns = np.diff(_since(busy.begin, weight, cuts) - _since(busy.end, weight, cuts))
+    idle_ns = np.diff(cuts) - open_ns / np.maximum(processes, 1)[step]
+    parts: list[list[tuple[str, float]]] = [[("", 0.0)] for _ in slices.summaries]
+    for at, number, length in zip(step.tolist(), cause_of.tolist(), idle_ns.tolist(), strict=True):
+        parts[at].append(("" if number < 0 else causes[number].name, length))
+    return [
+        _largest(each, summary.duration_ns) if many and summary.duration_ns else None
+        for each, many, summary in zip(parts, processes.tolist(), slices.summaries, strict=True)
+    ]
+
+
+def _processes(slices: StepSlices, busy: Slices) -> Ints:
+    """Return the number of processes of busy roles in each step."""
+    of_role = np.bincount(slices.role_of + 1)  # the loop's processes are in role -1
+    is_busy = np.zeros((len(slices.ends), of_role.size), dtype=bool)
+    is_busy[slices.step(busy), busy.role + 1] = True
+    return np.asarray(is_busy @ of_role)
 
 
 def _alone(summary: StepSummary) -> tuple[Idle | None, Idle | None]:
-    """Return the same of a loop without workers, from its exposed times,
-    which takes a tenth of the time.
-    """
-    trainer, rollout, step_ns = [("", 0.0)], [("", 0.0)], summary.duration_ns
+    """Return the idle times of a step of a loop without workers, from its exposed times."""
+    trainer, rollout = [("", 0.0)], [("", 0.0)]
     trains = generates = False
     for row in summary.exposed:
-        name, share = row.name, row.exposed_ns / step_ns
+        name, idle_ns = row.name, float(row.exposed_ns)
         if name in (ROLLOUT, _GENERATE):
             generates = True
-            trainer.append((ROLLOUT, share))
+            trainer.append((ROLLOUT, idle_ns))
         elif name and not name.startswith(WAIT):
             trains = True
-            rollout.append((name if name in _APART else TRAINING, share))
+            rollout.append((name if name in _APART else TRAINING, idle_ns))
         else:
-            trainer.append((name.removeprefix(WAIT), share))
-            rollout.append((NO_REQUESTS if name else "", share))
-    return _largest(trainer) if trains else None, _largest(rollout) if generates else None
-
-
-def _largest(parts: Iterable[tuple[str, float]]) -> Idle:
-    """Return the total idle time of some causes, and the largest cause."""
-    shares: dict[str, float] = {}
-    for name, share in parts:
-        shares[name] = shares.get(name, 0.0) + share
-    cause = max(shares, key=shares.__getitem__)
-    total, most = (
-        round(1e4 * max(0.0, share)) / 1e4 for share in (sum(shares.values()), shares[cause])
+            trainer.append((name.removeprefix(WAIT), idle_ns))
+            rollout.append((NO_REQUESTS if name else "", idle_ns))
+    step_ns = summary.duration_ns
+    return (
+        _largest(trainer, step_ns) if trains and step_ns else None,
+        _largest(rollout, step_ns) if generates and step_ns else None,
     )
-    return Idle(total, cause, most)
 
 
-def _since(times: _Floats, weight: _Floats, cuts: _Floats) -> _Floats:
+def _largest(parts: Iterable[tuple[str, float]], step_ns: int) -> Idle:
+    """Return the total idle time of some causes (ns) in a step, and the largest cause."""
+    lengths: dict[str, float] = {}
+    for name, length_ns in parts:
+        lengths[name] = lengths.get(name, 0.0) + length_ns
+    cause = max(lengths, key=lengths.__getitem__)
+    total, most = sum(lengths.values()) / step_ns, lengths[cause] / step_ns
+    return Idle(_rounded(total), cause, _rounded(most))
+
+
+def _rounded(share: float) -> float:
+    return round(1e4 * max(0.0, share)) / 1e4
+
+
+def _since(times: Floats, weight: Floats, cuts: Floats) -> Floats:
     """Return for each cut the sum of weighted distances to earlier times."""
     at = np.searchsorted(cuts, times)
     many, total = (
         np.bincount(at, each, cuts.size)[: cuts.size].cumsum() for each in (weight, weight * times)
     )
     return np.asarray(many * cuts - total)
-
-
-def _union(begin: _Floats, end: _Floats) -> list[tuple[float, float]]:
-    """Return the union of intervals."""
-    if begin.size > 1:
-        order = np.argsort(begin)
-        begin, reached = begin[order], np.maximum.accumulate(end[order])
-        is_apart = begin[1:] > reached[:-1]
-        begin, end = begin[np.append(True, is_apart)], reached[np.append(is_apart, True)]
-    return [*zip(begin.tolist(), end.tolist(), strict=True)]

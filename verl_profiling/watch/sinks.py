@@ -83,7 +83,7 @@ class WatchLog:
         """Log the summary of a step, without the stages of single processes;
         any thread may do so.
         """
-        without = msgspec.structs.replace(summary, loop=[], workers=[], earlier=[], background=())
+        without = msgspec.structs.replace(summary, loop=[], workers=[], background=())
         line = msgspec.json.encode(without) + b"\n"
         with self._lock:
             try:

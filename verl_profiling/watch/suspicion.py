@@ -8,7 +8,8 @@ import msgspec
 
 from verl_profiling.capture_request import Trigger, TriggerKind
 from verl_profiling.files.step_summary import StepSummary
-from verl_profiling.watch.exposed import TIED, Standing, standings
+from verl_profiling.watch.exposed import standings
+from verl_profiling.watch.standing import TIED, Standing
 
 MOST_SUSPECTS = 4
 NOBODY = "no process was longer there than the others"
@@ -77,9 +78,11 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
 
         In both steps, the suspect has to explain half of the excess.
         """
+        if not self.lasts_in(summary):
+            return self
         first = next(iter(standings(summary).get(self.stage, [])), None)
         lead_s = first.lead_ns / 1e9 if first is not None else 0.0
-        if not self.lasts_in(summary) or 2 * lead_s < self.value - self.median:
+        if 2 * lead_s < self.value - self.median:
             return self
         later = self.with_suspects(summary)
         if later.suspects[:1] != [self.likely]:

@@ -1,0 +1,163 @@
+"""The slices of steps: the watch's readings of all processes as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import chain, pairwise
+from operator import attrgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_profiling.files.step_summary import RankUse, StepSummary
+from verl_profiling.identity import ROLLOUT_ROLE
+from verl_profiling.manifest import WAIT
+from verl_profiling.slices.path import PathPart, path, with_calls
+from verl_profiling.slices.slices import Ints, Slices
+from verl_profiling.slices.waits import called_in, peers
+
+
+class StepSlices:
+    """The outermost stages of the processes of some steps as slices.
+
+    Steps are read several at a time, and numpy takes as long for the slices of ten steps as for
+    those of one. Each step has processes and names of its own in the table: process ``p`` of step
+    ``s`` has the index ``s * many + p``, and names likewise, so nothing is joined across steps.
+
+    Args:
+        summaries: Steps in order, with the same processes.
+
+    Attributes:
+        summaries: The steps.
+        processes: The processes of the loop, then the workers by role, in the first step.
+        many: Number of processes.
+        roles: The roles of the workers.
+        role_of: The index of the role of each process; -1 for those of the loop.
+        names: Names of stages.
+        begins: Begin of each step (ns). Steps follow each other without a gap.
+        ends: End of each step.
+        whole_loop: The stages of the loop's processes, as recorded.
+        loop: The same by process and begin, without overlap. Stages in the background are left
+            out: their cost is the loop's wait for them.
+        workers: The stages of the workers, by process and begin, without overlap.
+    """
+
+    def __init__(self, summaries: Sequence[StepSummary]) -> None:
+        first = summaries[0]
+        uses = [_in_order(summary) for summary in summaries]
+        self.summaries, self.processes = summaries, uses[0]
+        self.many, self._of_loop = len(uses[0]), len(first.loop)
+        self.roles, of_workers = numbered([use.role for use in uses[0][self._of_loop :]])
+        self.role_of = np.append(np.full(self._of_loop, -1), of_workers)
+        self.ends = np.cumsum([summary.duration_ns for summary in summaries])
+        self.begins = np.append(0, self.ends[:-1])
+        origins_ns = np.array([summary.begin_ns for summary in summaries]) - self.begins
+        self.names, recorded = slices_of([*chain(*uses)], np.repeat(origins_ns, self.many))
+        step = self.step(recorded)
+        every = recorded._replace(
+            role=self.role_of[recorded.who % max(self.many, 1)],
+            name=recorded.name + step * len(self.names),
+        )
+        is_loop = every.role < 0
+        of_loop = every.at(is_loop)
+        self.loop = of_loop.at(~self.named(of_loop, *first.background)).flat()
+        self.whole_loop = self._within(of_loop)
+        self.workers = self._within(self._within(every.at(~is_loop)).flat())
+
+    def step(self, slices: Slices) -> Ints:
+        """Return the index of the step of each slice."""
+        return slices.who // max(self.many, 1)
+
+    def named(self, slices: Slices, *names: str) -> NDArray[np.bool_]:
+        """Return a mask of the slices with these names."""
+        is_named = np.fromiter((name in names for name in self.names), bool, len(self.names))
+        return np.asarray(is_named[slices.name % max(len(self.names), 1)])
+
+    def in_roles(self, slices: Slices, *roles: str) -> NDArray[np.bool_]:
+        """Return a mask of the workers' slices in processes of these roles."""
+        is_in_role = np.fromiter((role in roles for role in self.roles), bool, len(self.roles))
+        return np.asarray(is_in_role[slices.role])
+
+    def stages(self, names: Ints) -> list[tuple[int, str]]:
+        """Return the step and the name of the stage of each index of a name."""
+        many = max(len(self.names), 1)
+        return [(number // many, self.names[number % many]) for number in names.tolist()]
+
+    @cached_property
+    def spine(self) -> Slices:
+        """The slices of the loop that have time of their own in the step."""
+        return self._within(self.loop)
+
+    def _within(self, slices: Slices) -> Slices:
+        """Return the slices clipped to their steps, without those that have no time."""
+        step = self.step(slices)
+        return slices.within(self.begins[step], self.ends[step])
+
+    @cached_property
+    def called(self) -> Slices:
+        """The workers' stages for which a loop of one process waits, with rows of the spine as
+        parents.
+        """
+        if self._of_loop != 1:
+            return self.workers.at(slice(0))
+        waits = self.named(self.spine, *[name for name in self.names if name.startswith(WAIT)])
+        return called_in(self.spine, self.workers, waits)
+
+    @cached_property
+    def path(self) -> list[PathPart]:
+        """The paths through the steps, the last part of each step first."""
+        spine, called = self.spine, self.called
+        waits = np.full(spine.who.size, -1) if self._of_loop == 1 else peers(spine)
+        borders = np.searchsorted(self.step(spine), np.arange(len(self.ends) + 1)).tolist()
+        parts: list[PathPart] = []
+        for rows, begin, end in zip(
+            pairwise(borders), self.begins.tolist(), self.ends.tolist(), strict=True
+        ):
+            parts += path(spine, waits, slice(*rows), begin, end)
+        if not called.who.size:
+            return parts
+        # Engines have no collectives.
+        return [*with_calls(parts, called, ~self.in_roles(called, ROLLOUT_ROLE))]
+
+
+def numbered(names: Sequence[str]) -> tuple[list[str], Ints]:
+    """Return the different names, and the index of each name among them."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return list(numbers), np.fromiter(map(numbers.__getitem__, names), np.int64, len(names))
+
+
+def slices_of(uses: Sequence[RankUse], origins_ns: Ints) -> tuple[list[str], Slices]:
+    """Return the names of the stages of processes, and the stages as slices without roles.
+
+    Args:
+        uses: The processes, with their stages in one step.
+        origins_ns: The unix time that becomes 0, of each process.
+    """
+    # Most processes of a role have the same stages, so each text is split once.
+    texts, text = numbered([use.stages for use in uses])
+    names_of = [names.split("\n") for names in texts]
+    names, index = numbered([*chain(*names_of)])
+    first = np.cumsum([0, *map(len, names_of)])[text]
+    runs = [use.runs for use in uses]
+    rows = np.frombuffer(b"".join(runs), np.int64).reshape(-1, 4)
+    who = np.repeat(np.arange(len(uses)), np.fromiter(map(len, runs), np.int64, len(uses)) // 32)
+    times = (rows[:, 1:3] - origins_ns[who][:, None]).astype(float)
+    slices = Slices(
+        who=who,
+        role=np.full(who.size, -1),
+        name=index[first[who] + rows[:, 0]],
+        begin=times[:, 0],
+        end=times[:, 1],
+        took=rows[:, 3].astype(float),
+        late=np.zeros(who.size),
+        parent=np.full(who.size, -1),
+    )
+    for number, use in enumerate(uses):
+        for name, late_ns in (use.late_ns or {}).items():
+            slices.late[(who == number) & (slices.name == names.index(name))] = late_ns
+    return names, slices
+
+
+def _in_order(summary: StepSummary) -> list[RankUse]:
+    return summary.loop + sorted(summary.workers, key=attrgetter("role"))
