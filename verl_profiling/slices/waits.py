@@ -94,12 +94,13 @@ def _number_in_group(name: Ints, who: Ints) -> Ints:
 
 
 def last_begins(called: Slices) -> Floats:
-    """Return for each called slice the last begin of its peers in the same caller, if before its
-    end; else its own begin.
+    """Return for each called slice the last begin of its role's slices of its name in the same
+    caller, if before its end; else its own begin.
     """
     if not called.who.size:
         return called.begin
-    key = called.parent * (called.name.max() + 1) + called.name
+    of_role = called.parent * (called.role.max() + 1) + called.role
+    key = of_role * (called.name.max() + 1) + called.name
     last = np.full(key.max() + 1, -np.inf)
     np.maximum.at(last, key, called.begin)
     return np.where(last[key] < called.end, last[key], called.begin)

@@ -86,10 +86,10 @@ def compared(role: str, lanes: Sequence[str], slices: Slices, group: Ints) -> li
         lateness = np.zeros(groups * many)
         np.maximum.at(lateness, place, slices.late)
         work = durations.copy()
-        for row in np.flatnonzero(~clear).tolist():
+        for row in range(groups):
             late = lateness.reshape(groups, many)[row]
             late_ns, longest_ns = float(late.max()), float(durations[row].max())
-            if late_ns > LATE * longest_ns:
+            if late_ns > max(LATE * longest_ns, lead_ns[row]):
                 leader[row] = late.argmax()
                 lead_ns[row] = late_ns - np.delete(late, leader[row]).max()
                 clear[row] = lead_ns[row] > LATE * longest_ns

@@ -101,8 +101,14 @@ class StepSlices:
         """
         if self._of_loop != 1:
             return self.workers.at(slice(0))
-        waits = self.named(self.spine, *[name for name in self.names if name.startswith(WAIT)])
-        return called_in(self.spine, self.workers, waits)
+        spine = self.spine
+        waits = self.named(spine, *[name for name in self.names if name.startswith(WAIT)])
+        called = called_in(spine, self.workers, waits)
+        # What goes on after the step was not waited for, where something else was.
+        ends = (called.end < self.ends[self.step(called)]) | waits[called.parent]
+        stages = spine.name[called.parent]
+        has_ended = np.bincount(stages[ends], minlength=int(stages.max(initial=0)) + 1) > 0
+        return called.at(ends | ~has_ended[stages])
 
     @cached_property
     def path(self) -> list[PathPart]:
