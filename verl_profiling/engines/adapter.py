@@ -33,8 +33,6 @@ SPOOL_PARENT = ".engines"
 OptionValues = Mapping[str, tuple[object, ...]]
 """Allowed values of restricted options; messages suggest the last value."""
 
-_INFO = re.compile(r"profiler_info_(\d+)\.json")
-
 
 class EngineAdapter(ABC):
     """Starts and stops the profiler of an engine that records in processes of its own.
@@ -231,13 +229,14 @@ class EngineAdapter(ABC):
         return ""
 
 
-def how_processes_ended(codes: Mapping[str, int]) -> str:
+def how_processes_ended(codes: Mapping[str, int | None]) -> str:
     """Return how processes ended, from their exit codes: ``EngineCore ended with SIGKILL``."""
-    return ", ".join(f"{name} ended with {_code(code)}" for name, code in codes.items())
-
-
-def _code(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    ends = []
+    for name, code in codes.items():
+        if code is not None:
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            ends.append(f"{name} ended with {how}")
+    return ", ".join(ends)
 
 
 def new_spool(folder: Path) -> Path:
@@ -274,18 +273,6 @@ def refuse_option(tool: Tool, role: str, option: str, neutral: str, why: str) ->
         name = f"{type(tool).__module__}:{type(tool).__qualname__}"
     key = f"tools.{name}.{option}"
     raise ConfigError(key, f"{why}; set roles.{role}.{key}={neutral}")
-
-
-def is_recording(path: Path) -> bool:
-    """Return whether a path in an engine's folder is a recording of torch_npu."""
-    return path.name.endswith("_ascend_pt") and path.is_dir()
-
-
-def rank_of_recording(path: Path) -> int:
-    """Return the rank in the file names of a torch_npu recording; 0 without a rank."""
-    return next(
-        (int(found[1]) for file in path.iterdir() if (found := _INFO.fullmatch(file.name))), 0
-    )
 
 
 def at_least(package: str, oldest: str, missing: bool = False) -> bool:

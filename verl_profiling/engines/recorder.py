@@ -1,9 +1,7 @@
-"""Records a rollout engine, by the profiler in its own processes or by the session of this process.
+"""Records a rollout engine by the profiler in its own processes.
 
-This module waits for engines: for their start, their stop, and their traces. Engines in other
-processes are recorded apart from the session, which may hold a capture of a trainer at the same
-time. The session records engines that compute in this process: transformers, and vLLM without
-processes of its own. A trainer in the same process joins the capture.
+This module waits for engines: for their start, their stop, and their traces. Such engines are
+recorded apart from the session, which may hold a capture of a trainer at the same time.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from verl_profiling import clock
 from verl_profiling.capture.finishing import finish
 from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply, result_of
 from verl_profiling.capture.result_file import NOT_STOPPED, ResultFile, Slot, measured
-from verl_profiling.capture.session import process_session
 from verl_profiling.engines.adapter import EngineAdapter, refusal
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import CaptureStateError
@@ -114,17 +111,15 @@ class EngineRecorder:
                 raise CaptureStateError(f"start_capture(step={request.step}): {death} ({who})")
             if self._halting is not None and not self._halting.done():
                 raise CaptureStateError(
-                    f"start_capture(step={request.step}): {self.engine.name} is still "
-                    "writing an earlier "
-                    f"capture ({who}); {_RECORD_LESS}"
+                    f"start_capture(step={request.step}): {self.engine.name} is still writing an "
+                    f"earlier capture ({who}); {_RECORD_LESS}"
                 )
             if self._in_doubt and not await self._settle(
                 _SHARE_OF_TIMEOUT * self.config.timeouts.start_s
             ):
                 raise CaptureStateError(
-                    f"start_capture(step={request.step}): {self.engine.name} has not "
-                    "answered an earlier "
-                    f"start or stop of its profiler ({who})"
+                    f"start_capture(step={request.step}): {self.engine.name} has not answered an "
+                    f"earlier start or stop of its profiler ({who})"
                 )
             window = await self._open(request, role, ranks)
             self._slot.hooks.begun(request, who)
@@ -160,9 +155,7 @@ class EngineRecorder:
         except BaseException as error:
             self._in_doubt = True
             self.engine.remove_spool()
-            if isinstance(
-                error, Exception
-            ):  # after a cancellation, the event loop may be about to end
+            if isinstance(error, Exception):  # after a cancellation, the loop may be about to end
                 self._settle_in_background()
             raise
         window.opened()
@@ -223,7 +216,8 @@ class EngineRecorder:
         The artifacts are also added to the result file, because the deadline of the stop may have
         passed.
         """
-        window.end_ns, problem = clock.now_ns(), ""
+        problem = ""
+        window.ended()
         try:
             with measured(window.tool_spans, "stop", window.request.stage):
                 problem = await _while_alive(self.engine, self.engine.stop()) or ""
@@ -255,9 +249,7 @@ class EngineRecorder:
             logger.error("%s: step %d: %s", self.identity, window.request.step, reason)
             artifacts = window.failed(reason)
         status, reason = worst_status(artifacts)
-        if death := _death_of(
-            self.engine
-        ):  # the workers may have written whole traces before they ended
+        if death := _death_of(self.engine):  # its workers may have written whole traces before
             status, reason = "failed", death
         result = result_of(
             window.request,
@@ -275,59 +267,6 @@ class EngineRecorder:
         self._window = None
         clock.release()
         return self._slot.file.close(self.requests.end_in_result(result), failed)
-
-
-@dataclass(eq=False)
-class SessionRecorder:
-    """Passes a replica's captures to the session of this process.
-
-    Args:
-        config: All settings.
-        identity: The replica.
-        requests: The log of the replica's requests.
-        elsewhere: Name of the engine if it computes in other, unrecorded processes; else empty.
-    """
-
-    config: ProfilingConfig
-    identity: WorkerIdentity
-    requests: RequestLog
-    elsewhere: str = ""
-
-    def __post_init__(self) -> None:
-        self._open = ""
-        process_session().register(self.config, self.identity)
-
-    async def start(self, request: CaptureRequest) -> StartReply:
-        """Start a capture, or join the open capture of this process."""
-        session, who = process_session(), self.identity
-        if request.stage is not None and not self._open and session.recording:
-            reason = (
-                "another role here records by stage: mark the rollout with "
-                f"stage({request.stage!r})"
-            )
-            return StartReply(who, "skipped", reason=reason)
-        if self.elsewhere and (why := refusal(self.config, who.role, request, self.elsewhere)):
-            return StartReply(who, "refused", reason=why)
-        reply = session.start(request, who)
-        if reply.status in ("recording", "joined") and self._open != request.capture_id:
-            self._open = request.capture_id
-            self.requests.begin(request.policy_version)
-            session.complete_result(self._with_requests)
-        return reply
-
-    async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
-        """Stop a capture, if one is open."""
-        reply = process_session().stop(capture_id)
-        # What waits is on a thread, so that the event loop is not blocked.
-        return (
-            await asyncio.to_thread(process_session().stop, capture_id, finish_s)
-            if finish_s
-            else reply
-        )
-
-    def _with_requests(self, result: CaptureResult) -> CaptureResult:
-        self._open = ""
-        return self.requests.end_in_result(result)
 
 
 @dataclass(eq=False)
@@ -374,11 +313,10 @@ class Window(ABC):
         """Return the lane of each expected artifact."""
 
     @abstractmethod
-    def outputs(self, expected: Sequence[Artifact], problem: str) -> list[Output]:
+    def outputs(self, problem: str) -> list[Output]:
         """Return the artifacts that the engine wrote, after its stop.
 
         Args:
-            expected: The expected artifacts.
             problem: Reason why the stop failed; empty if it succeeded.
 
         Raises:
@@ -387,10 +325,15 @@ class Window(ABC):
 
     def opened(self) -> None:
         """Note that the engine records from now on."""
-        now_ns = clock.now_ns()
-        self.expected = [
-            msgspec.structs.replace(artifact, begin_ns=now_ns) for artifact in self.expected
-        ]
+        self._stamp(begin_ns=clock.now_ns())
+
+    def ended(self) -> None:
+        """Note that the engine records no more from now on."""
+        self.end_ns = clock.now_ns()
+        self._stamp(end_ns=self.end_ns)
+
+    def _stamp(self, **time_ns: int) -> None:
+        self.expected = [msgspec.structs.replace(one, **time_ns) for one in self.expected]
 
     def gather(self, problem: str) -> list[Output]:
         """Return the artifacts with their status, after the stop of the engine.
@@ -400,11 +343,8 @@ class Window(ABC):
         Args:
             problem: Reason why the stop failed; empty if it succeeded.
         """
-        expected = [
-            msgspec.structs.replace(artifact, end_ns=self.end_ns) for artifact in self.expected
-        ]
         try:
-            return self.outputs(expected, problem)
+            return self.outputs(problem)
         except OSError as error:
             reason = f"the trace of {self.engine.name} cannot be moved: {error}"
             logger.error("%s: step %d: %s", self.identity, self.request.step, reason)
@@ -414,9 +354,7 @@ class Window(ABC):
 
     def failed(self, reason: str) -> list[Artifact]:
         """Return all expected artifacts with the status ``failed``."""
-        return [
-            artifact.with_status("failed", reason, end_ns=self.end_ns) for artifact in self.expected
-        ]
+        return [artifact.with_status("failed", reason) for artifact in self.expected]
 
 
 class SpoolWindow(Window):
@@ -434,18 +372,12 @@ class SpoolWindow(Window):
     def lanes(self) -> list[str]:
         return [self.identity.lane(rank) for rank in self.ranks]
 
-    def outputs(self, expected: Sequence[Artifact], problem: str) -> list[Output]:
-        folder = Path(self.request.folder)
+    def outputs(self, problem: str) -> list[Output]:
         written = self._written() if self.request.keep else {}
-        outputs = []
-        for rank, artifact in zip(self.ranks, expected, strict=True):
-            if rank in written:
-                final, device = folder / artifact.path, self.engine.device
-                output = self.tool.engine_output(written[rank], final, artifact, device)
-            else:
-                output = Output(self._without_file(artifact, problem))
-            outputs.append(output)
-        return outputs
+        return [
+            self._output(artifact, written.get(rank), problem)
+            for rank, artifact in zip(self.ranks, self.expected, strict=True)
+        ]
 
     def _written(self) -> dict[int, Path]:
         """Return the newest trace of each rank that the engine wrote in this window."""
@@ -459,13 +391,16 @@ class SpoolWindow(Window):
                 written[rank] = path
         return written
 
-    def _without_file(self, artifact: Artifact, problem: str) -> Artifact:
-        if self.engine.window.bounded and not problem:
-            return artifact.with_status(
-                "empty", f"the recording window never began ({self.engine.window})"
-            )
-        silent = f"{self.engine.name} reported no error and wrote no trace; its own log may say why"
-        return artifact.with_status("failed", problem or silent)
+    def _output(self, artifact: Artifact, written: Path | None, problem: str) -> Output:
+        engine = self.engine
+        if written is not None:
+            final = Path(self.request.folder, artifact.path)
+            return self.tool.engine_output(written, final, artifact, engine.device)
+        if engine.window.bounded and not problem:
+            reason = f"the recording window never began ({engine.window})"
+            return Output(artifact.with_status("empty", reason))
+        silent = f"{engine.name} reported no error and wrote no trace; its own log may say why"
+        return Output(artifact.with_status("failed", problem or silent))
 
 
 @dataclass(eq=False)
@@ -494,8 +429,8 @@ class RangeWindow(Window):
         super().opened()
         self.ranges.note_opened(Path(self.request.folder), self.expected[0].path)
 
-    def outputs(self, expected: Sequence[Artifact], problem: str) -> list[Output]:
-        [artifact] = expected
+    def outputs(self, problem: str) -> list[Output]:
+        [artifact] = self.expected
         run = Path(self.request.folder).parent
         pending = self.ranges.note_closed(artifact, run, keep=self.request.keep)
         return [Output(artifact.with_status("failed", problem) if problem else pending)]

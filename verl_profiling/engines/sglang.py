@@ -26,12 +26,11 @@ from verl_profiling.engines.adapter import (
     EngineAdapter,
     at_least,
     how_processes_ended,
-    is_recording,
-    rank_of_recording,
     refuse_option,
 )
 from verl_profiling.engines.request_log import OpenRequest, RequestLog
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
+from verl_profiling.files.recording_names import is_recording, rank_of_recording
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.rollout import RolloutOptions
@@ -94,14 +93,15 @@ class SGLangAdapter(EngineAdapter):
             HTTPCalls(engine, config.timeouts.start_s) if manager is None else ManagerCalls(manager)
         )
         server = self._calls.server_args
-        self.device = _device_of(server)
-        self._tp, self._pp = int(server.get("tp_size") or 1), int(server.get("pp_size") or 1)
+        self.device = str(server.get("device") or "cuda")
+        self._tp = _number(server, "tp_size", 1)
+        self._pp = _number(server, "pp_size", 1)
         self._dp = _data_parallel_ranks(server)
         self.ranks = self._tp * self._pp * self._dp
         if manager is not None:  # behind a URL, devices are those of another process's environment
             # The rule of SGLang's launcher.
-            first, step = int(server.get("base_gpu_id") or 0), int(server.get("gpu_id_step") or 1)
-            here = self.ranks // max(int(server.get("nnodes") or 1), 1)
+            first, step = _number(server, "base_gpu_id", 0), _number(server, "gpu_id_step", 1)
+            here = self.ranks // _number(server, "nnodes", 1)
             self.device_numbers = range(first, first + here * step, step)
         if self.on_npu:
             _check_sglang_reaches_torch_npu()
@@ -114,8 +114,7 @@ class SGLangAdapter(EngineAdapter):
 
     @classmethod
     def node_rank(cls, engine: Any) -> int:
-        node = getattr(getattr(engine, "server_args", None), "node_rank", 0)
-        return node if isinstance(node, int) else 0
+        return getattr(getattr(engine, "server_args", None), "node_rank", 0)
 
     @classmethod
     def watch(cls, engine: Any, log: RequestLog, identity: WorkerIdentity) -> None:
@@ -126,7 +125,8 @@ class SGLangAdapter(EngineAdapter):
     def check(
         cls, tool: Tool, window: RolloutOptions, role: str, arguments: Mapping[str, Any]
     ) -> None:
-        device, on_npu = _device_of(arguments), tool.engine_profiler == "npu"
+        device = str(arguments.get("device") or "cuda")
+        on_npu = tool.engine_profiler == "npu"
         if on_npu and _data_parallel_ranks(arguments) > 1:
             raise ConfigError(
                 f"roles.{role}.tool",
@@ -172,17 +172,15 @@ class SGLangAdapter(EngineAdapter):
         named = zip(
             getattr(watchdog, "_names", ()), getattr(watchdog, "_processes", ()), strict=False
         )
-        return how_processes_ended(
-            {name: one.exitcode for name, one in named if one.exitcode is not None}
-        )
+        return how_processes_ended({name: process.exitcode for name, process in named})
 
     def identify(self, path: Path) -> int | None:
         if self.on_npu:
-            return rank_of_recording(path) if is_recording(path) else None
-        found = _TRACE.search(path.name)
-        if found is None:
+            return (rank_of_recording(path) or 0) if is_recording(path) else None
+        match = _TRACE.search(path.name)
+        if match is None:
             return None
-        tp, dp, pp = (int(found[name] or 0) for name in ("tp", "dp", "pp"))
+        tp, dp, pp = (int(match[name] or 0) for name in ("tp", "dp", "pp"))
         return ((dp if self._dp > 1 else 0) * self._pp + pp) * self._tp + tp
 
     async def _disarm(self) -> None:
@@ -229,21 +227,19 @@ def _check_sglang_reaches_torch_npu() -> None:
         torch_npu is None or hasattr(torch_npu, _PATCHES) or at_least("sglang", "0.5.24", True)
     ):
         raise ToolUnavailableError(
-            f"init_capture: SGLang {metadata.version('sglang')} starts torch_npu's profiler "
-            f"by {_PATCHES}, "
-            f"which torch_npu {torch_npu.__version__} does not have; install the torch_npu "
-            "that this SGLang "
-            "names, or set roles.rollout.tool to spans"
+            f"init_capture: SGLang {metadata.version('sglang')} starts torch_npu's profiler by "
+            f"{_PATCHES}, which torch_npu {torch_npu.__version__} does not have; install the "
+            "torch_npu that this SGLang names, or set roles.rollout.tool to spans"
         )
-
-
-def _device_of(arguments: Mapping[str, Any]) -> str:
-    return str(arguments.get("device") or "cuda")
 
 
 def _data_parallel_ranks(arguments: Mapping[str, Any]) -> int:
     """Return the number of data-parallel ranks with schedulers of their own."""
-    return 1 if arguments.get("enable_dp_attention") else int(arguments.get("dp_size") or 1)
+    return 1 if arguments.get("enable_dp_attention") else _number(arguments, "dp_size", 1)
+
+
+def _number(arguments: Mapping[str, Any], name: str, default: int) -> int:
+    return int(arguments.get(name) or default)
 
 
 def _activities(tool: Tool, device: str) -> tuple[str, ...]:
@@ -408,9 +404,8 @@ class HTTPCalls:
             raise CaptureStateError(f"{self._url}{path} answered {error.code}: {why}") from error
         except (OSError, ValueError) as error:
             raise CaptureStateError(
-                f"{self._url}{path} does not answer ({error}); is it a running SGLang "
-                "server? A server "
-                "ends when one of its processes dies; its log may show the cause"
+                f"{self._url}{path} does not answer ({error}); is it a running SGLang server? "
+                "A server ends when one of its processes dies; its log may show the cause"
             ) from error
 
 
@@ -442,7 +437,8 @@ async def _noting(
     stream: AsyncGenerator[Any, None], manager: Any, log: RequestLog, obj: Any, shares_clock: bool
 ) -> AsyncGenerator[Any, None]:
     """Log a request; yield its outputs, which are partial responses or lists of a batch."""
-    rid, latest = getattr(obj, "rid", None), dict[int, dict[str, Any]]()
+    rid = getattr(obj, "rid", None)
+    latest: dict[int, dict[str, Any]] = {}
     prompts = _prompts(obj)  # now, as SGLang expands them
     samples = _samples(obj)
     given = rid if isinstance(rid, str) else ""
@@ -460,7 +456,7 @@ async def _noting(
                 yield output
         finally:
             for place in range(max([prompts * samples, *(place + 1 for place in latest)])):
-                information = latest.get(place) or _so_far(manager, obj)
+                information = latest.get(place) or _so_far(manager, given, obj)
                 _tell(record, information, shares_clock)
                 record.id = information.get("id", given)
                 if place // samples < len(ids):
@@ -470,9 +466,8 @@ async def _noting(
                     information.get("completion_tokens", 0),
                     failed=_is_cut(information.get("finish_reason")),
                 )
-            await (
-                stream.aclose()
-            )  # an abandoned request is aborted at once, as without this wrapper
+            # An abandoned request is aborted at once, as without this wrapper.
+            await stream.aclose()
 
 
 def _prompts(obj: Any) -> int:
@@ -495,19 +490,16 @@ def _is_cut(reason: Any) -> bool:
     return reason is None or (isinstance(reason, dict) and reason.get("type") == "abort")
 
 
-def _so_far(manager: Any, obj: Any) -> dict[str, Any]:
+def _so_far(manager: Any, rid: str, obj: Any) -> dict[str, Any]:
     """Return what SGLang knows of a request that ends without an output, e.g.
     one that is cancelled.
     """
-    rid = getattr(obj, "rid", None)
-    state = getattr(manager, "rid_to_state", {}).get(rid) if isinstance(rid, str) else None
+    state = getattr(manager, "rid_to_state", {}).get(rid)
     if state is None:
         return {}
     prompt = getattr(obj, "input_ids", None) or ()
-    return {
-        "prompt_tokens": len(prompt),
-        "completion_tokens": len(getattr(state, "output_ids", ())),
-    }
+    response = getattr(state, "output_ids", ())
+    return {"prompt_tokens": len(prompt), "completion_tokens": len(response)}
 
 
 def _tell(record: OpenRequest, information: dict[str, Any], shares_clock: bool) -> None:
@@ -516,18 +508,18 @@ def _tell(record: OpenRequest, information: dict[str, Any], shares_clock: bool) 
     """
     record.cached_tokens = information.get("cached_tokens")
     record.preemptions = information.get("num_retractions", information.get("total_retractions"))
-    known = information if shares_clock else {}
-    scheduled_s = known.get("forward_entry_time")
-    if scheduled_s is None and "inference_time" in known and "decode_finished_ts" in known:
-        scheduled_s = known["decode_finished_ts"] - known["inference_time"]
-    queued_s = known.get("queue_time")
-    if (
-        scheduled_s is None or queued_s is None or record.preemptions
-    ):  # a retracted request queues again
-        queued_s = None
+    if not shares_clock:
+        return
+    scheduled_s = information.get("forward_entry_time")
+    if scheduled_s is None and {"inference_time", "decode_finished_ts"} <= information.keys():
+        scheduled_s = information["decode_finished_ts"] - information["inference_time"]
+    queued_s = information.get("queue_time")
     record.scheduled_ns = _ns(scheduled_s)
-    record.arrival_ns = 0 if queued_s is None else _ns(scheduled_s - queued_s)
-    record.first_token_ns = _ns(known.get("prefill_finished_time"))
+    record.first_token_ns = _ns(information.get("prefill_finished_time"))
+    record.arrival_ns = 0
+    # A retracted request queues again.
+    if scheduled_s is not None and queued_s is not None and not record.preemptions:
+        record.arrival_ns = _ns(scheduled_s - queued_s)
 
 
 def _ns(unix_s: float | None) -> int:

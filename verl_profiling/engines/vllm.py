@@ -24,13 +24,13 @@ from verl_profiling.engines.adapter import (
     EngineAdapter,
     at_least,
     how_processes_ended,
-    is_recording,
     new_spool,
     refuse_option,
 )
 from verl_profiling.engines.request_log import OpenRequest, RequestLog
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.files.opener import opened
+from verl_profiling.files.recording_names import is_recording
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.rollout import RolloutOptions
@@ -114,17 +114,18 @@ def profiler_settings(tool: Tool, window: RolloutOptions, spool: Path) -> dict[s
     """Return the fields of ``ProfilerConfig``,
     the configuration of the profiler from vLLM 0.13 on.
     """
+    options = _recorded_options(tool)
     settings: dict[str, Any] = {
-        "delay_iterations": _first_iteration(window, tool),
+        "profiler": "cuda" if tool.starts_process else "torch",
+        # The number of the first recorded iteration; 0 records at once.
+        "delay_iterations": window.start + 1 if window.start or options.stack else 0,
         "max_iterations": window.count or 0,
     }
     if tool.starts_process:
-        return {"profiler": "cuda", **settings}
-    options = _recorded_options(tool)
+        return settings
     if options.activities is not None:
         settings["torch_profiler_activities"] = [_ACTIVITIES[name] for name in options.activities]
-    return {
-        "profiler": "torch",
+    return settings | {
         "torch_profiler_dir": str(spool),
         "torch_profiler_with_stack": options.stack,
         "torch_profiler_record_shapes": options.shapes,
@@ -134,7 +135,6 @@ def profiler_settings(tool: Tool, window: RolloutOptions, spool: Path) -> dict[s
         "torch_profiler_dump_cuda_time_total": False,
         # The front end runs in this process, which the session may be recording.
         "ignore_frontend": True,
-        **settings,
     }
 
 
@@ -146,13 +146,6 @@ def profiler_variables(settings: dict[str, Any]) -> dict[str, str]:
             value = value == "cuda"
         variables[_VARIABLES[name]] = value if isinstance(value, str) else str(int(value))
     return variables
-
-
-def _first_iteration(window: RolloutOptions, tool: Tool) -> int:
-    """Return vLLM's ``delay_iterations``: number of the first recorded iteration;
-    0 records at once.
-    """
-    return window.start + 1 if window.start or _recorded_options(tool).stack else 0
 
 
 def _recording_window(rollout: RolloutOptions, tool: Tool) -> RolloutOptions:
@@ -222,14 +215,15 @@ class VLLMAdapter(EngineAdapter):
                 "install vllm>=0.8.5, and pass an AsyncLLM or an LLM"
             )
         parameters = inspect.signature(engine.start_profile).parameters
-        vllm_config = getattr(engine, "llm_engine", engine).vllm_config
+        vllm_config = _inner(engine).vllm_config
         # The workers of vllm-ascend get the window when the engine starts, not with each capture.
         self._takes_window = "max_iterations" in parameters and not self.on_npu
         self.check(tool, config.rollout, identity.role, {})
         self.window = _recording_window(config.rollout, tool)
-        self._delay = _first_iteration(self.window, tool)
-        folder = self._check_configured(getattr(vllm_config, "profiler_config", None), tool)
-        if folder:
+        wanted = profiler_settings(tool, self.window, self.spool)
+        self._iterations = {name: wanted[name] for name in ("delay_iterations", "max_iterations")}
+        configured = getattr(vllm_config, "profiler_config", None)
+        if folder := self._check_configured(configured, wanted["profiler"], tool.name):
             self.spool = Path(folder).expanduser().absolute()
         self.device = str(getattr(vllm_config.device_config, "device_type", "") or "cuda")
         parallel = vllm_config.parallel_config
@@ -245,7 +239,7 @@ class VLLMAdapter(EngineAdapter):
 
     @classmethod
     def computes_here(cls, engine: Any) -> bool:
-        client = getattr(getattr(engine, "llm_engine", engine), "engine_core", None)
+        client = getattr(_inner(engine), "engine_core", None)
         executor = getattr(getattr(client, "engine_core", None), "model_executor", None)
         return any(base.__name__ == "UniProcExecutor" for base in type(executor).__mro__)
 
@@ -291,14 +285,14 @@ class VLLMAdapter(EngineAdapter):
         return {}
 
     async def start(self) -> None:
-        window = {"delay_iterations": self._delay, "max_iterations": self.window.count or 0}
-        await _result(self._engine.start_profile(**(window if self._takes_window else {})))
+        window = self._iterations if self._takes_window else {}
+        await _result(self._engine.start_profile(**window))
 
     async def stop(self) -> None:
         await _result(self._engine.stop_profile())
 
     def died(self) -> str:
-        client = getattr(getattr(self._engine, "llm_engine", self._engine), "engine_core", None)
+        client = getattr(_inner(self._engine), "engine_core", None)
         resources = getattr(client, "resources", None)
         finished = getattr(getattr(resources, "engine_manager", None), "finished_procs", None)
         dead = (
@@ -317,7 +311,7 @@ class VLLMAdapter(EngineAdapter):
             return int(rank[1])
         return _rank_inside(path)
 
-    def _check_configured(self, configured: Any, tool: Tool) -> str:
+    def _check_configured(self, configured: Any, wanted: str, tool: str) -> str:
         """Check that the engine was started for these settings;
         return the folder of its traces, if any.
         """
@@ -327,16 +321,14 @@ class VLLMAdapter(EngineAdapter):
         else:
             folder, kind = configured.torch_profiler_dir, configured.profiler
         remedy = f"{self._identity}: pass **engine_args(config) to its constructor"
-        wanted = "cuda" if tool.starts_process else "torch"
         if kind != wanted:
             found = f"the profiler {kind}" if kind else "no profiler"
             raise CaptureStateError(
-                f"init_capture: vLLM was started with {found}, and {tool.name} needs "
-                f"{wanted}; {remedy}"
+                f"init_capture: vLLM was started with {found}, and {tool} needs {wanted}; {remedy}"
             )
         if configured is not None and not self._takes_window:
             window = (configured.delay_iterations, configured.max_iterations)
-            expected = (self._delay, self.window.count or 0)
+            expected = tuple(self._iterations.values())
             if window != expected:
                 raise CaptureStateError(
                     f"init_capture: vLLM {_version()} was started with (delay_iterations, "
@@ -344,6 +336,11 @@ class VLLMAdapter(EngineAdapter):
                     f"{window}, but rollout.start and rollout.count need {expected}; {remedy}"
                 )
         return folder
+
+
+def _inner(engine: Any) -> Any:
+    """Return the part of an ``LLM`` that has what an ``AsyncLLM`` has."""
+    return getattr(engine, "llm_engine", engine)
 
 
 async def _result(answer: Any) -> None:
@@ -400,7 +397,7 @@ def watch_vllm(engine: Any, log: RequestLog) -> None:
 
 def _tokens_of_open_requests(engine: Any) -> int:
     """Return the number of tokens of the engine's open requests; 0 for engines of vLLM's V0."""
-    processor = getattr(getattr(engine, "llm_engine", engine), "output_processor", None)
+    processor = getattr(_inner(engine), "output_processor", None)
     states = [*getattr(processor, "request_states", {}).values()]
     return sum(
         len(getattr(getattr(state, "detokenizer", None), "token_ids", ())) for state in states
@@ -411,41 +408,59 @@ async def _noting(
     stream: AsyncGenerator[Any, None], log: RequestLog, id: str, parameters: Any, shares_clock: bool
 ) -> AsyncGenerator[Any, None]:
     """Log a request that begins now; yield its outputs."""
-    in_deltas = getattr(getattr(parameters, "output_kind", None), "name", "") == "DELTA"
-    sequences = getattr(parameters, "n", None) or 1
-    alone = sequences == 1
-    lengths: dict[int, int] = {}
-    aborted: set[int] = set()
+    samples = _Samples(parameters)
     last: Any = None
-
-    def note(samples: Iterable[Any]) -> None:
-        for sample in samples:
-            earlier = lengths.get(sample.index, 0) if in_deltas else 0
-            lengths[sample.index] = earlier + len(sample.token_ids)
-            if _is_aborted(sample):
-                aborted.add(sample.index)
-
     with log.open(id=id) as record:
         try:
             async for output in stream:
                 if last is None and not output.finished:
                     record.first_token()
-                if in_deltas or not alone:
-                    note(output.outputs)
+                if samples.come_in_parts:
+                    samples.add(output.outputs)
                 last = output
                 yield output
         finally:
-            if last is not None and not lengths:  # the last output of a single sample has all
-                note(last.outputs)
-            is_cut = last is None or not last.finished
-            _tell(record, last if any(lengths.values()) and alone else None, shares_clock)
-            for index in range(max(sequences, len(lengths))):  # also those without an output yet
-                record.close(
-                    _prompt_tokens(last), lengths.get(index, 0), failed=is_cut or index in aborted
-                )
-            await (
-                stream.aclose()
-            )  # an abandoned request is aborted at once, as without this wrapper
+            if last is not None and not samples.lengths:  # the last output of one sample has all
+                samples.add(last.outputs)
+            _tell(record, last if samples.has_times else None, shares_clock)
+            samples.close(record, last)
+            # An abandoned request is aborted at once, as without this wrapper.
+            await stream.aclose()
+
+
+class _Samples:
+    """The samples of a request: lengths by index, and the aborted ones.
+
+    Attributes:
+        come_in_parts: Whether all outputs are needed for the lengths, and not only the last one.
+    """
+
+    def __init__(self, parameters: Any) -> None:
+        self._in_deltas = getattr(getattr(parameters, "output_kind", None), "name", "") == "DELTA"
+        self._number = getattr(parameters, "n", None) or 1
+        self._aborted: set[int] = set()
+        self.come_in_parts = self._in_deltas or self._number > 1
+        self.lengths: dict[int, int] = {}
+
+    @property
+    def has_times(self) -> bool:
+        """Whether vLLM reports the times of the request."""
+        return self._number == 1 and any(self.lengths.values())
+
+    def add(self, samples: Iterable[Any]) -> None:
+        """Add the samples of an output."""
+        for sample in samples:
+            earlier = self.lengths.get(sample.index, 0) if self._in_deltas else 0
+            self.lengths[sample.index] = earlier + len(sample.token_ids)
+            if _is_aborted(sample):
+                self._aborted.add(sample.index)
+
+    def close(self, record: OpenRequest, last: Any) -> None:
+        """Close the record once for each sample, also for those without an output yet."""
+        is_cut = last is None or not last.finished
+        for index in range(max(self._number, len(self.lengths))):
+            failed = is_cut or index in self._aborted
+            record.close(_prompt_tokens(last), self.lengths.get(index, 0), failed=failed)
 
 
 def _is_aborted(sample: Any) -> bool:

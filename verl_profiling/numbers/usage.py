@@ -38,6 +38,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from verl_profiling.files.recording_names import UNKNOWN_TOKENS, Iteration
 from verl_profiling.numbers.anatomy import percent
 from verl_profiling.numbers.columns import DeviceRow, EngineRow, KernelRow, WorkerRow
 from verl_profiling.numbers.lost import CAUSES, ROLLOUT, partition, working_spans
@@ -56,7 +57,6 @@ from verl_profiling.slices.intervals import (
     within,
 )
 from verl_profiling.slices.observed import misses
-from verl_profiling.steps.kinds import UNKNOWN_TOKENS, Iteration
 from verl_profiling.steps.lanes import Lane, Step
 from verl_profiling.steps.requests import VALIDATE
 

@@ -1,4 +1,4 @@
-"""Classifies the events of a trace: kind of an event, calls that block, iterations of an engine.
+"""Classifies the events of a trace: kind of an event, calls that block.
 
 * **Device trace** (has device events): busy time is the union, over all streams, of kernels and
   copies. Kernels in the table of communication kernels are communication, all others computation;
@@ -24,6 +24,7 @@ import msgspec
 
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.opener import UNDECODABLE
+from verl_profiling.files.recording_names import parse_iteration
 from verl_profiling.steps.trace import Event
 
 Meaning = Literal[
@@ -86,9 +87,6 @@ CATEGORIES = (
     Category(("enqueue", "dequeue"), "Ascend NPU", "no work"),
 )
 """All known categories."""
-
-ENGINE_ITERATION = re.compile(r"step\[|execute_\w*\d", re.ASCII)
-"""Begins of the annotations of iterations by SGLang and vLLM."""
 
 _MEANINGS = {name: category.meaning for category in CATEGORIES for name in category.names}
 _NOT_OF_A_PROCESS = ("Trace", "overhead")  # categories of kineto's own marks
@@ -438,68 +436,3 @@ def blocks_from_ns(kind: int, name: str) -> int:
     if not is_waiting or ("Async" in name and "Memcpy" not in name):
         return _NEVER_NS
     return LONG_COPY_NS if "Async" in name else 0
-
-
-UNKNOWN_TOKENS = -1
-"""Number of tokens of an iteration whose name does not say it."""
-
-# vLLM (its v1/worker/gpu_worker.py): tokens by context and generation, seen in 0.32. In 0.10.2 to
-# 0.14 (PRs 22496, 31193) numbers of requests only; with detailed annotations (PR 37524) tokens,
-# then sums of lengths.
-_TOKENS = r"\((?:sq)?(\d{1,12})(?:[a-z_]\w*)?\)"
-_VLLM = re.compile(rf"execute_(?:\d+_)?context_\d+{_TOKENS}_generation_(\d+){_TOKENS}$", re.ASCII)
-_VLLM_REQUESTS = re.compile(r"execute_new_(\d{1,12})_cached_(\d{1,12})$", re.ASCII)
-# SGLang (its model_executor/step_span_utils.py): ``step[EXTEND bs=<requests> toks=<tokens>]``, any
-# other forward mode with its requests, and from PR 24911 on sums of query lengths by context and
-# generation.
-_SGLANG = re.compile(r"step\[(\w+) bs=(\d{1,12})(?: toks=(\d{1,12}))?", re.ASCII)
-_SGLANG_SUMS = re.compile(r" c_sq=(\d{1,12}) .*g_sq=(\d{1,12}) ", re.ASCII)
-_WITHOUT_FORWARD = ("IDLE", "PREBUILT")
-_WITH_PROMPTS = ("MIXED", "SPLIT_PREFILL", "DLLM_EXTEND")
-
-
-class Iteration(NamedTuple):
-    """The tokens of one engine iteration; :data:`UNKNOWN_TOKENS` where its name does not say them.
-
-    Attributes:
-        prompt: Prompt tokens, which SGLang computes again after a retraction.
-        new: New tokens, one for each generating request.
-        again: Further tokens of generating requests: drafts, and what is computed again after a
-            preemption.
-    """
-
-    prompt: int
-    new: int
-    again: int = 0
-
-
-def parse_iteration(name: str) -> Iteration | None:
-    """Parse the name of an engine iteration; ``None`` for other names."""
-    if match := _VLLM.match(name):
-        generating, scheduled = int(match[2]), int(match[3])
-        return Iteration(int(match[1]), min(generating, scheduled), max(scheduled - generating, 0))
-    if match := _VLLM_REQUESTS.match(name):
-        new = UNKNOWN_TOKENS * (int(match[2]) > 0)
-        return Iteration(UNKNOWN_TOKENS * (int(match[1]) > 0), new, new)
-    if match := _SGLANG.match(name):
-        return _iteration_of(name, match[1], int(match[2]), int(match[3] or 0))
-    return None
-
-
-def _iteration_of(name: str, mode: str, requests: int, tokens: int) -> Iteration:
-    """Return the tokens of SGLang's iteration; how many drafts were kept is unknown."""
-    if not requests or mode in _WITHOUT_FORWARD:
-        return Iteration(0, 0)
-    if mode == "EXTEND":
-        return Iteration(tokens, 0)
-    if mode == "DECODE":
-        return Iteration(0, requests)
-    if sums := _SGLANG_SUMS.search(name):
-        return Iteration(int(sums[1]), int(sums[2]))
-    return Iteration(UNKNOWN_TOKENS * (mode in _WITH_PROMPTS), UNKNOWN_TOKENS, UNKNOWN_TOKENS)
-
-
-def is_strange_iteration(category: str, name: str) -> bool:
-    """Return whether an annotation seems to be of an engine's iteration, but is not understood."""
-    is_of_engine = category == "user_annotation" and bool(ENGINE_ITERATION.match(name))
-    return is_of_engine and parse_iteration(name) is None

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.files.recording_names import is_like_iteration, parse_iteration
 from verl_profiling.manifest import StageSpan
 from verl_profiling.slices.intervals import Ints, Spans, union
 from verl_profiling.slices.observed import Recording, extended
@@ -32,11 +33,9 @@ from verl_profiling.steps.kinds import (
     communicates,
     group_of,
     is_launch,
-    is_strange_iteration,
     kind_of,
     npu_kind,
     only_group,
-    parse_iteration,
 )
 from verl_profiling.steps.lanes import Lane, Step
 from verl_profiling.steps.rows import Key, Keys, KeyTable, Rows, joined, to_spans
@@ -293,7 +292,8 @@ class LaneEvents:
             if _OF_A_STREAM.search(event.args):
                 self._on_streams.add(event.pid)
         self.launches |= is_launch(event.cat, event.name)
-        if is_strange_iteration(event.cat, event.name):
+        is_annotation = event.cat == "user_annotation" and kind != ITERATION
+        if is_annotation and is_like_iteration(event.name):
             self.strange[event.name[:LONGEST_NAME]] = None
         number = _IGNORED
         if kind != NOTHING:

@@ -24,13 +24,17 @@ from typing import Any
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.files.recording_names import (
+    RECORDING_SUFFIX,
+    is_like_iteration,
+    rank_of_recording,
+)
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.steps.content import Blocks, Limits
 from verl_profiling.steps.databases import NO_DATABASE
-from verl_profiling.steps.kinds import ENGINE_ITERATION, is_on_device
+from verl_profiling.steps.kinds import is_on_device
 from verl_profiling.steps.recordings import (
     NUMBER,
-    RECORDING_SUFFIX,
     WORD,
     PlainTrace,
     Process,
@@ -76,7 +80,6 @@ _MERGED_PID = re.compile(r"^\[[\w-]+\] ")  # of SGLang's ``merge_profiles``: "[T
 # Folders of vLLM and SGLang for the capture of graphs, and the annotation in their traces
 _GRAPH_FOLDER = re.compile(r"capture_traces|graph_capture")
 _GRAPH_ANNOTATION = re.compile(r"capture_(?:graph|\d+)_\w+$")
-_NPU_RANK = re.compile(r"profiler_info_(\d+)\.json")
 _TRACE_SUFFIX = re.compile(r"(\.pt)?(\.trace)?\.json(\.gz)?$")
 _NOT_A_TRACE = {"report.json", "run.json", "manifest.json", TIMELINE_NAME}
 
@@ -275,7 +278,7 @@ def _role(trace: Trace, name: str, process: str, head: list[Event]) -> str:
         if named := _ROLE.search(part):
             return named[1].lower()
     is_named = bool(_ENGINE_PROCESS.search(process)) or "vllm_version" in trace.metadata
-    is_engine = is_named or any(ENGINE_ITERATION.match(event.name) for event in head)
+    is_engine = is_named or any(is_like_iteration(event.name) for event in head)
     return ROLLOUT_ROLE if is_engine else "worker"
 
 
@@ -292,9 +295,8 @@ def _rank(trace: Trace, folder: Path | None, name: str) -> int | None:
     rank = info.get("rank") if isinstance(info, dict) else None
     if type(rank) is int and 0 <= rank <= _MAX_RANK:
         return rank
-    for file in folder.glob("*.json") if folder else ():
-        if named := _NPU_RANK.fullmatch(file.name):
-            return int(named[1])
+    if folder is not None and (rank := rank_of_recording(folder)) is not None:
+        return rank
     return number_in(name, _RANK, _TENSOR_RANK)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from verl_profiling.files.recording_names import RECORDING_SUFFIX
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.steps.step import Source, sorted_sources
 from verl_profiling.units import duration
@@ -24,7 +25,6 @@ WORD = r"(?<![a-z0-9])"
 NUMBER = r"[\[=_-]?(\d{1,9})"
 """Regular expression of the number of a word in a name: ``rank3``, ``rank[3]``, ``step=3``."""
 
-RECORDING_SUFFIX = "_ascend_pt"
 """End of the name of a folder of torch_npu."""
 
 _NPU_TRACE = "trace_view.json"

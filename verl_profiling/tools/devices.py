@@ -110,7 +110,6 @@ def injected_cupti() -> str:
 def lost_kernels() -> str:
     """Return the possible reason why torch recorded no event of a device."""
     return injected_cupti() or (
-        "another profiler may hold CUPTI (Nsight Systems, a monitor of the node, an NVTX "
-        "library named by "
-        f"{VARIABLE}), or nothing ran there"
+        "another profiler may hold CUPTI (Nsight Systems, a monitor of the node, an NVTX library "
+        f"named by {VARIABLE}), or nothing ran there"
     )

@@ -18,6 +18,7 @@ import msgspec
 
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.files.opener import make_folder, read_small, whole_file
+from verl_profiling.files.recording_names import RECORDING_SUFFIX
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import (
     Destination,
@@ -142,10 +143,9 @@ class NpuTool(Tool):
 
         if torch._C._autograd._profiler_enabled():
             raise CaptureStateError(
-                f"{destination.lane}: another profiler (torch's or torch_npu's) already "
-                "records this thread, "
-                "and two destroy each other's data; stop the other one, or switch one of the "
-                "two off"
+                f"{destination.lane}: another profiler (torch's or torch_npu's) already records "
+                "this thread, and two destroy each other's data; stop the other one, or switch one "
+                "of the two off"
             )
         folder = destination.path(self.suffix)
         make_folder(folder, exist_ok=False)
@@ -228,7 +228,7 @@ class _NpuRecording(Recording):
     def stop(self) -> Sequence[Output]:
         self._profiler.stop()
         artifact = self._destination.artifact(NpuTool)
-        recorded = sorted(self._folder.glob("*_ascend_pt"))
+        recorded = sorted(self._folder.glob(f"*{RECORDING_SUFFIX}"))
         if recorded:
             return [output_of_recording(recorded[-1], artifact, self._options)]
         reason = f"torch_npu printed an [ERROR]: {self._folder} is empty"

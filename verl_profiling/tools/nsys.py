@@ -31,9 +31,8 @@ _OUTPUT_VARIABLE = "VERL_PROFILING_NSYS_OUTPUT"
 _RANGES_VARIABLE = "VERL_PROFILING_NSYS_RANGES"
 _OWNED_ARGUMENTS = {"o", "output", "capture-range", "capture-range-end"}
 _MISSING = (
-    "tool 'nsys': there is no nsys on PATH; install NVIDIA Nsight Systems on every node that "
-    "runs workers "
-    "(package nsight-systems-cli), or record with another tool"
+    "tool 'nsys': there is no nsys on PATH; install NVIDIA Nsight Systems on every node that runs "
+    "workers (package nsight-systems-cli), or record with another tool"
 )
 
 
@@ -168,9 +167,8 @@ class Ranges:
         """
         if _OUTPUT_VARIABLE not in os.environ:
             raise ToolUnavailableError(
-                "tool 'nsys': this process was not started under Nsight Systems; create the "
-                "worker with "
-                ".options(runtime_env=nsys_runtime_env(config, role=...))"
+                "tool 'nsys': this process was not started under Nsight Systems; create the worker "
+                "with .options(runtime_env=nsys_runtime_env(config, role=...))"
             )
 
     def check(self, who: str) -> None:
@@ -183,16 +181,14 @@ class Ranges:
         """
         if self._open is not None:
             raise CaptureStateError(
-                f"{who}: a range is open in this process, for {self._open.artifact}, and "
-                "Nsight Systems "
-                "records one range at a time; stop that capture first"
+                f"{who}: a range is open in this process, for {self._open.artifact}, and Nsight "
+                "Systems records one range at a time; stop that capture first"
             )
         expected = int(os.environ[_RANGES_VARIABLE])
         if self._opened >= expected:
             raise CaptureStateError(
-                f"{who}: range {self._opened + 1}: Nsight Systems expected {expected} and "
-                "records no "
-                "further ranges; set tools.nsys.ranges to the number that this process opens"
+                f"{who}: range {self._opened + 1}: Nsight Systems expected {expected} and records "
+                "no further ranges; set tools.nsys.ranges to the number that this process opens"
             )
         self._notes = Path(f"{os.environ[_OUTPUT_VARIABLE]}.{os.getpid()}{NOTES_SUFFIX}")
         if not self._opened:  # an earlier process may have had this id
@@ -234,9 +230,8 @@ class Ranges:
         self._open = None
         self._note(closed)
         reason = (
-            f"range {closed.number} of this process; nsys writes its report by the end of "
-            "the process; "
-            f"fetch it with: verl-profiling collect {run}"
+            f"range {closed.number} of this process; nsys writes its report by the end of the "
+            f"process; fetch it with: verl-profiling collect {run}"
         )
         return artifact.with_status("pending", reason)
 

@@ -127,9 +127,8 @@ class _PrecisionRecording(Recording):
         except Exception as error:
             self.discard()
             raise CaptureStateError(
-                f"{self._destination.lane}: msprobe did not start: {error}; it only writes "
-                "to paths of "
-                f"letters, digits and any of _.:/- (here {self._folder})"
+                f"{self._destination.lane}: msprobe did not start: {error}; it only writes to "
+                f"paths of letters, digits and any of _.:/- (here {self._folder})"
             ) from error
 
     def stop(self) -> Sequence[Output]:
@@ -175,9 +174,8 @@ def _debugger(options: PrecisionOptions, lane: str) -> Any:
     if _made is None:
         if PrecisionDebugger._instance is not None:
             raise CaptureStateError(
-                f"{lane}: the application has a PrecisionDebugger of its own, and a process "
-                "can have one; "
-                "remove that one, or leave precision out of tool"
+                f"{lane}: the application has a PrecisionDebugger of its own, and a process can "
+                "have one; remove that one, or leave precision out of tool"
             )
         with tempfile.TemporaryDirectory() as folder:
             config = Path(folder, "config.json")
@@ -187,9 +185,8 @@ def _debugger(options: PrecisionOptions, lane: str) -> Any:
     debugger, made_with = _made
     if made_with != options:
         raise CaptureStateError(
-            f"{lane}: this process's PrecisionDebugger was created with {made_with}, and "
-            "cannot be created "
-            "again; give the roles that share a process the same tools.precision"
+            f"{lane}: this process's PrecisionDebugger was created with {made_with}, and cannot be "
+            "created again; give the roles that share a process the same tools.precision"
         )
     return debugger
 

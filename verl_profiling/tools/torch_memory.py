@@ -256,8 +256,7 @@ def _accelerator() -> _Accelerator:
         names = (f"_{kind}_isHistoryEnabled", f"_{kind}_attach_out_of_memory_observer")
         return _Accelerator(device.memory, *(getattr(native, name) for name in names))
     raise ToolUnavailableError(
-        "tool 'torch_memory' records an accelerator's allocator, and torch "
-        f"{torch.__version__} sees no CUDA "
-        "or ROCm device and no NPU; tool 'spans' has the process's peak resident memory "
-        "after each stage"
+        f"tool 'torch_memory' records an accelerator's allocator, and torch {torch.__version__} "
+        "sees no CUDA or ROCm device and no NPU; tool 'spans' has the process's peak resident "
+        "memory after each stage"
     )

@@ -105,9 +105,8 @@ class TorchTool(Tool):
 
         if torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
             raise CaptureStateError(
-                f"{destination.lane}: another torch profiler already records this process, "
-                "and two at once "
-                "crash the process; stop the other one, or switch one of the two off"
+                f"{destination.lane}: another torch profiler already records this process, and two "
+                "at once crash the process; stop the other one, or switch one of the two off"
             )
         window = self.options.mini_batches
         activities = self._activities()
@@ -150,9 +149,8 @@ class TorchTool(Tool):
         if missing := [activity.name.lower() for activity in wanted if activity not in supported]:
             have = ", ".join(sorted(activity.name.lower() for activity in supported))
             raise ToolUnavailableError(
-                f"tools.torch.activities: this torch cannot record {', '.join(missing)} "
-                f"here, only {have}; "
-                "leave activities out to record all of these"
+                f"tools.torch.activities: this torch cannot record {', '.join(missing)} here, only "
+                f"{have}; leave activities out to record all of these"
             )
         return wanted
 
@@ -244,8 +242,7 @@ class _TorchRecording(Recording):
         if self._is_replaced:
             raise CaptureStateError(
                 "another torch profiler was started in this process during the capture and "
-                "replaced "
-                "the recording: only its profile is kept; switch one of the two off"
+                "replaced the recording: only its profile is kept; switch one of the two off"
             )
         self._profiler.stop()
         expected = self._destination.artifact(TorchTool)
@@ -253,8 +250,7 @@ class _TorchRecording(Recording):
         if window is not None and self._mini_batches < window.wait + window.warmup:
             reason = (
                 f"the mini-batch window opens after {window.wait + window.warmup} calls of "
-                "capture.step(), "
-                f"and there were {self._mini_batches}"
+                f"capture.step(), and there were {self._mini_batches}"
             )
             return [Output(expected.with_status("empty", reason))]
         final = self._destination.path(TorchTool.suffix)

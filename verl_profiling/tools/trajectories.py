@@ -76,9 +76,8 @@ class _TrajectoryRecording(Recording):
         if not log.spans_left_out + log.trajectories_left_out:
             return artifact.with_status("ok", bytes=size)
         reason = (
-            f"{log.spans_left_out:,} spans and {log.trajectories_left_out:,} trajectories "
-            "after the first "
-            f"{self._log.max_spans:,} were left out; raise tools.trajectories.max_spans to "
-            "keep them"
+            f"{log.spans_left_out:,} spans and {log.trajectories_left_out:,} trajectories after "
+            f"the first {self._log.max_spans:,} were left out; raise tools.trajectories.max_spans "
+            "to keep them"
         )
         return artifact.with_status("truncated", reason, bytes=size)

@@ -168,9 +168,8 @@ class FSDPCaptureMixin(CaptureMixin):
         enabled = ProfilingConfig.from_any(config).enable
         if enabled and (rank is None or world_size is None) and process_rank() is None:
             raise CaptureStateError(
-                f"init_capture(role={role!r}): torch.distributed is not initialised; do so "
-                "first by "
-                "init_process_group(), or pass rank and world_size"
+                f"init_capture(role={role!r}): torch.distributed is not initialised; do so first "
+                "by init_process_group(), or pass rank and world_size"
             )
         topology, sizes = {}, {}
         if mesh is not None:
@@ -249,9 +248,8 @@ class MegatronCaptureMixin(CaptureMixin):
 
         if not parallel_state.model_parallel_is_initialized():
             raise CaptureStateError(
-                f"init_capture(role={role!r}): Megatron's parallelism is not initialised; do "
-                "so first by "
-                "parallel_state.initialize_model_parallel()"
+                f"init_capture(role={role!r}): Megatron's parallelism is not initialised; do so "
+                "first by parallel_state.initialize_model_parallel()"
             )
         import torch.distributed as dist
 

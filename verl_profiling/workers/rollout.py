@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
@@ -17,10 +19,12 @@ from verl_profiling.capture.protocol import (
 )
 from verl_profiling.capture.session import process_session
 from verl_profiling.engines import ENGINES, adapter_named, adapter_of
-from verl_profiling.engines.recorder import EngineRecorder, SessionRecorder
+from verl_profiling.engines.adapter import refusal
+from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
+from verl_profiling.manifest import CaptureResult
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools.devices import engine_devices
 from verl_profiling.typed_values import value_of
@@ -206,6 +210,60 @@ class SGLangCaptureMixin(RolloutCaptureMixin):
     engine_package = "sglang"
 
 
+@dataclass(eq=False)
+class SessionRecorder:
+    """Passes a replica's captures to the session of this process.
+
+    The session records engines that compute in this process: transformers, and vLLM without
+    processes of its own. A trainer in the same process joins the capture.
+
+    Args:
+        config: All settings.
+        identity: The replica.
+        requests: The log of the replica's requests.
+        elsewhere: Name of the engine if it computes in other, unrecorded processes; else empty.
+    """
+
+    config: ProfilingConfig
+    identity: WorkerIdentity
+    requests: RequestLog
+    elsewhere: str = ""
+
+    def __post_init__(self) -> None:
+        self._open = ""
+        process_session().register(self.config, self.identity)
+
+    async def start(self, request: CaptureRequest) -> StartReply:
+        """Start a capture, or join the open capture of this process."""
+        session, who = process_session(), self.identity
+        if request.stage is not None and not self._open and session.recording:
+            mark = f"stage({request.stage!r})"
+            reason = f"another role here records by stage: mark the rollout with {mark}"
+            return StartReply(who, "skipped", reason=reason)
+        if self.elsewhere and (why := refusal(self.config, who.role, request, self.elsewhere)):
+            return StartReply(who, "refused", reason=why)
+        reply = session.start(request, who)
+        if reply.status in ("recording", "joined") and self._open != request.capture_id:
+            self._open = request.capture_id
+            self.requests.begin(request.policy_version)
+            session.complete_result(self._with_requests)
+        return reply
+
+    async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
+        """Stop a capture, if one is open."""
+        reply = process_session().stop(capture_id)
+        # What waits is on a thread, so that the event loop is not blocked.
+        return (
+            await asyncio.to_thread(process_session().stop, capture_id, finish_s)
+            if finish_s
+            else reply
+        )
+
+    def _with_requests(self, result: CaptureResult) -> CaptureResult:
+        self._open = ""
+        return self.requests.end_in_result(result)
+
+
 def make_recorder(
     engine: Any,
     config: ProfilingConfig,
@@ -242,10 +300,8 @@ def make_recorder(
     if adapter_class is None and requests is None:
         raise ToolUnavailableError(
             f"init_capture: no adapter for {type(engine).__module__}.{type(engine).__name__} "
-            f"({identity}); "
-            "pass engine=... a vLLM AsyncLLM or LLM, an SGLang Engine or URL, or a "
-            "transformers model; "
-            "for an engine of your own, requests=RequestLog()"
+            f"({identity}); pass engine=... a vLLM AsyncLLM or LLM, an SGLang Engine or URL, or a "
+            "transformers model; for an engine of your own, requests=RequestLog()"
         )
     tool, adapter, elsewhere = None, None, ""
     if adapter_class is None or adapter_class.computes_here(engine):

@@ -1,0 +1,114 @@
+"""Names in what engines and torch_npu write, for adapters and for analysis.
+
+A recording of torch_npu is a folder ``*_ascend_pt``. An engine annotates each of its iterations,
+under a name that tells requests and tokens. A new engine with names of its own needs a row in
+``ITERATION_NAMES``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+RECORDING_SUFFIX = "_ascend_pt"
+_INFO = re.compile(r"profiler_info_(\d+)\.json")
+
+
+def is_recording(path: Path) -> bool:
+    """Return whether a path is a recording of torch_npu."""
+    return path.name.endswith(RECORDING_SUFFIX) and path.is_dir()
+
+
+def rank_of_recording(path: Path) -> int | None:
+    """Return the rank in the file names of a recording; ``None`` without a rank."""
+    for file in path.iterdir():
+        if match := _INFO.fullmatch(file.name):
+            return int(match[1])
+    return None
+
+
+UNKNOWN_TOKENS = -1
+"""Number of tokens of an iteration whose name does not say it."""
+
+
+class Iteration(NamedTuple):
+    """The tokens of one engine iteration; :data:`UNKNOWN_TOKENS` where its name does not say them.
+
+    Attributes:
+        prompt: Prompt tokens, which SGLang computes again after a retraction.
+        new: New tokens, one for each generating request.
+        again: Further tokens of generating requests: drafts, and what is computed again after a
+            preemption.
+    """
+
+    prompt: int
+    new: int
+    again: int = 0
+
+
+# vLLM (its v1/worker/gpu_worker.py): tokens by context and generation, seen in 0.32. In 0.10.2 to
+# 0.14 (PRs 22496, 31193) numbers of requests only; with detailed annotations (PR 37524) tokens,
+# then sums of lengths.
+_TOKENS = r"\((?:sq)?(\d{1,12})(?:[a-z_]\w*)?\)"
+_VLLM = re.compile(rf"execute_(?:\d+_)?context_\d+{_TOKENS}_generation_(\d+){_TOKENS}$", re.ASCII)
+_VLLM_REQUESTS = re.compile(r"execute_new_(\d{1,12})_cached_(\d{1,12})$", re.ASCII)
+
+
+def _of_vllm(name: str) -> Iteration | None:
+    if match := _VLLM.match(name):
+        generating, scheduled = int(match[2]), int(match[3])
+        return Iteration(int(match[1]), min(generating, scheduled), max(scheduled - generating, 0))
+    if match := _VLLM_REQUESTS.match(name):
+        new = UNKNOWN_TOKENS * (int(match[2]) > 0)
+        return Iteration(UNKNOWN_TOKENS * (int(match[1]) > 0), new, new)
+    return None
+
+
+# SGLang (its model_executor/step_span_utils.py): ``step[EXTEND bs=<requests> toks=<tokens>]``, any
+# other forward mode with its requests, and from PR 24911 on sums of query lengths by context and
+# generation.
+_SGLANG = re.compile(r"step\[(\w+) bs=(\d{1,12})(?: toks=(\d{1,12}))?", re.ASCII)
+_SGLANG_SUMS = re.compile(r" c_sq=(\d{1,12}) .*g_sq=(\d{1,12}) ", re.ASCII)
+_WITHOUT_FORWARD = ("IDLE", "PREBUILT")
+_WITH_PROMPTS = ("MIXED", "SPLIT_PREFILL", "DLLM_EXTEND")
+
+
+def _of_sglang(name: str) -> Iteration | None:
+    """Return the tokens of SGLang's iteration; how many drafts were kept is unknown."""
+    match = _SGLANG.match(name)
+    if match is None:
+        return None
+    mode, requests = match[1], int(match[2])
+    if not requests or mode in _WITHOUT_FORWARD:
+        return Iteration(0, 0)
+    if mode == "EXTEND":
+        return Iteration(int(match[3] or 0), 0)
+    if mode == "DECODE":
+        return Iteration(0, requests)
+    if sums := _SGLANG_SUMS.search(name):
+        return Iteration(int(sums[1]), int(sums[2]))
+    return Iteration(UNKNOWN_TOKENS * (mode in _WITH_PROMPTS), UNKNOWN_TOKENS, UNKNOWN_TOKENS)
+
+
+ITERATION_NAMES: dict[re.Pattern[str], Callable[[str], Iteration | None]] = {
+    re.compile(r"execute_\w*\d", re.ASCII): _of_vllm,
+    re.compile(r"step\["): _of_sglang,
+}
+"""The begin of the names of each engine, and the function that parses them; it returns ``None`` for
+a name that is not understood.
+"""
+
+
+def is_like_iteration(name: str) -> bool:
+    """Return whether an annotation seems to be of an engine's iteration."""
+    return any(begin.match(name) for begin in ITERATION_NAMES)
+
+
+def parse_iteration(name: str) -> Iteration | None:
+    """Parse the name of an engine iteration; ``None`` for other names."""
+    for begin, parse in ITERATION_NAMES.items():
+        if begin.match(name):
+            return parse(name)
+    return None
