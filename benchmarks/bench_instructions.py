@@ -28,8 +28,8 @@ from results import record, row
 from verl_profiling import ProfilingCallback
 from verl_profiling.capture import stage as stages
 from verl_profiling.controller.decision import Decisions
+from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.run import Run
-from verl_profiling.controller.targets import Roster
 from verl_profiling.controller.watch import Watch
 from verl_profiling.settings.config import ProfilingConfig
 

@@ -23,14 +23,13 @@ from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import CaptureSelection, Trigger
 from verl_profiling.cli import main
 from verl_profiling.controller.anomalies import Anomalies
-from verl_profiling.controller.spmd import Decision
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.run_files import read_manifest, write_json_atomically
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_log import read_watch_log
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import Manifest, RunInfo
-from verl_profiling.settings.schedule import StepRange
+from verl_profiling.settings.schedule import Decision, StepRange
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.watch.collectives import RecorderReading
 from verl_profiling.watch.exposed import exposed

@@ -24,6 +24,7 @@ from test_callback import configured, following, local_worker, manifest, pass_st
 from verl_profiling import ProfilingConfig, ProfilingError
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
+from verl_profiling.controller.captured_workers import CapturedWorkers
 from verl_profiling.controller.open_capture import OpenCapture
 from verl_profiling.steps.check import check
 
@@ -67,9 +68,9 @@ def test_a_step_that_raises_keeps_what_was_recorded_and_the_next_one_works(
         )
 
 
-@pytest.mark.parametrize("failing", ["start", "manifest"])
+@pytest.mark.parametrize("failing", [(CapturedWorkers, "start"), (OpenCapture, "manifest")])
 def test_a_bug_in_a_hook_leaves_no_worker_recording(
-    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch, failing: str
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch, failing: tuple[type, str]
 ) -> None:
     """The hook closes the capture, the loop goes on, and the next capture is whole."""
     config = configured(tmp_path, schedule={"steps": [1, 2]})
@@ -79,7 +80,7 @@ def test_a_bug_in_a_hook_leaves_no_worker_recording(
         raise RuntimeError("a bug of ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr(OpenCapture, failing, fail)
+        patch.setattr(*failing, fail)
         callback.on_step_begin(1)
         callback.on_step_end()
         assert session.sink is None

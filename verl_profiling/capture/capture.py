@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from verl_profiling import clock
 from verl_profiling.capture.finishing import BackgroundWork, finish
@@ -21,7 +22,14 @@ from verl_profiling.capture.result_file import measured
 from verl_profiling.capture.stage import OpenStage, SpanLog
 from verl_profiling.files.memory import process_peak_bytes
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import Artifact, CaptureResult, StageSpan, ToolSpan, worst_status
+from verl_profiling.manifest import (
+    Artifact,
+    CaptureResult,
+    CaptureStatus,
+    StageSpan,
+    ToolSpan,
+    worst_status,
+)
 from verl_profiling.settings.role import RoleConfig
 from verl_profiling.tools import Destination, Output, Recording, Tool
 from verl_profiling.tools.devices import used_devices
@@ -30,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 HANDOVER_S = 30.0
 _LOOK_S = 0.2
+"""Least time between two readings of the memory that a stop needs, as each reads /proc."""
+
 T = TypeVar("T")
 
 
@@ -134,7 +144,8 @@ class Capture:
         """Begin a stage; in discrete mode, start the tools for it."""
         if self._stop_asked:
             self._stop_for_good()
-        recorded, selected = self._recorded, self.role.stages is None or name in self.role.stages
+        recorded = self._recorded
+        selected = self.role.stages is None or name in self.role.stages
         is_exported = recorded is not None and recorded.end_ns  # the tools' export holds the lock
         if self.whole or not selected or is_exported:
             self.log.begin(name)
@@ -180,8 +191,7 @@ class Capture:
         problem = (
             f"stop_capture(step={self.request.step}) arrived on another thread than the one that "
             f"started recording, which passed no stage for {self.handover_s:.1f} s "
-            f"({self.identity}); "
-            "start and stop on one thread"
+            f"({self.identity}); start and stop on one thread"
         )
         logger.error("%s: %s", self.identity, problem)
         for tool, _, destination in self._running:
@@ -294,25 +304,24 @@ class Capture:
 
     def _keep(self, output: Output, end_ns: int, truncated: str) -> None:
         """Add the artifact of a recording to the result, and queue its compression and upload."""
-        written, known = output.artifact, self._artifacts.values()
-        expected = next(
-            (one for one in known if one.status == "missing" and one.is_run_of(written)), written
-        )
+        expected = output.artifact
+        for artifact in self._artifacts.values():
+            if artifact.status == "missing" and artifact.is_run_of(output.artifact):
+                expected = artifact
+                break
 
         def complete(artifact: Artifact) -> Artifact:
             """Add begin, end and truncation to the artifact of a tool."""
-            artifact = msgspec.structs.replace(artifact, begin_ns=expected.begin_ns, end_ns=end_ns)
+            artifact = replace(artifact, begin_ns=expected.begin_ns, end_ns=end_ns)
             if truncated and artifact.status == "ok":
-                artifact = msgspec.structs.replace(artifact, status="truncated", reason=truncated)
+                artifact = replace(artifact, status="truncated", reason=truncated)
             return artifact
 
         artifact = finish(output, self.background, self.request, self.done, complete)
         if artifact.path != expected.path:
             self._artifacts.pop(expected.path, None)
         self._artifacts[artifact.path] = artifact
-        if (
-            artifact.stage is not None
-        ):  # write it now: this process may be killed before the next stage
+        if artifact.stage is not None:  # this process may be killed before the next stage
             self.done(artifact)
 
     def _discard(self) -> None:
@@ -323,15 +332,14 @@ class Capture:
 
     def _mark_spans(self) -> None:
         """Mark stages in the artifacts of the tools that support marks."""
-        kinds = [
-            marks for running in self._running if (marks := running.recording.marks) is not None
-        ]
-        if len(kinds) == 1:
-            self.log.begin_mark, self.log.end_mark = kinds[0]
-        elif kinds:
-            self.log.begin_mark = lambda name: [kind.begin(name) for kind in kinds]
-            self.log.end_mark = lambda marks: [
-                kind.end(mark) for kind, mark in zip(kinds, marks, strict=True)
+        kinds = [running.recording.marks for running in self._running]
+        marks = [kind for kind in kinds if kind is not None]
+        if len(marks) == 1:
+            self.log.begin_mark, self.log.end_mark = marks[0]
+        elif marks:
+            self.log.begin_mark = lambda name: [kind.begin(name) for kind in marks]
+            self.log.end_mark = lambda begun: [
+                kind.end(mark) for kind, mark in zip(marks, begun, strict=True)
             ]
 
     def _failed(self, tool: Tool, destination: Destination, doing: str, error: Exception) -> None:
@@ -348,7 +356,7 @@ class Capture:
         after a failure.
         """
         if tool.suffix or fields.get("status") == "failed":
-            artifact = msgspec.structs.replace(destination.artifact(type(tool)), **fields)
+            artifact = replace(destination.artifact(type(tool)), **fields)
             self._artifacts[artifact.path] = artifact
 
     def _destination(self, stage: str | None, occurrence: int) -> Destination:
@@ -377,18 +385,7 @@ class Capture:
         if artifacts and all(artifact.status == "skipped" for artifact in artifacts):
             status, reason = "skipped", artifacts[0].reason
         elif not self.whole and not artifacts and any(tool.suffix for tool in self.role.tools):
-            ran = ", ".join(sorted({span.name for span in stages})) or "none"
-            wanted = "any" if self.role.stages is None else ", ".join(sorted(self.role.stages))
-            asked = self.request.selection is not None and self.request.selection.stages is not None
-            status = (
-                "skipped" if asked else "empty"
-            )  # a request may select stages that other processes run
-            reason = f"no selected stage ran (selected: {wanted}; ran: {ran})"
-            if asked and not stages:
-                reason += (
-                    ": the loop's own stages do not count; mark one in the worker with "
-                    "verl_profiling.stage"
-                )
+            status, reason = self._without_stage({span.name for span in stages})
         return result_of(
             self.request,
             self.role,
@@ -405,3 +402,19 @@ class Capture:
             tool_spans=self._tool_spans,
             devices=used_devices(),
         )
+
+    def _without_stage(self, ran: set[str]) -> tuple[CaptureStatus, str]:
+        """Return status and reason of a capture in which no selected stage ran."""
+        stages = self.role.stages
+        selected = "any" if stages is None else ", ".join(sorted(stages))
+        names = ", ".join(sorted(ran)) or "none"
+        reason = f"no selected stage ran (selected: {selected}; ran: {names})"
+        selection = self.request.selection
+        if selection is None or selection.stages is None:
+            return "empty", reason
+        if not ran:
+            reason += (
+                ": the loop's own stages do not count; mark one in the worker with "
+                "verl_profiling.stage"
+            )
+        return "skipped", reason  # the request may select stages that other processes run

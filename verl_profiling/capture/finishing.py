@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _LOGS = "after"
 _LOOK_AGAIN_S = 0.25
-_GRACE_S = 5.0
+_GRACE_S = 5.0  # for a command that handles SIGTERM
 
 
 @dataclass(eq=False)
@@ -180,7 +180,8 @@ class AfterHooks:
         if not request.keep:
             return
         if self._capture_id != request.capture_id:
-            self._capture_id, self._runs = request.capture_id, {}
+            self._capture_id = request.capture_id
+            self._runs = {}
         for name, hook in self._hooks.items():
             if not hook.runs_on(who.role, who.rank, recorded):
                 continue
@@ -248,16 +249,19 @@ def _run(name: str, hook: AfterHook, request: CaptureRequest, who: WorkerIdentit
     begin = time.monotonic()
     try:
         make_folder(log.parent)
-        outcome = _outcome(
-            hook, {f"VERL_PROFILING_{key}": str(value) for key, value in values.items()}, log
-        )
+        outcome = _outcome(hook, values, log)
     except OSError as error:
         outcome = f"could not be run: {error}"
     logger.log(
         logging.WARNING if outcome else logging.INFO,
         "after.%s (%s rank %d, step %d) %s after %.1f s; output in %s",
-        *(name, who.role, who.rank, request.step),
-        *(outcome or "succeeded", time.monotonic() - begin, log),
+        name,
+        who.role,
+        who.rank,
+        request.step,
+        outcome or "succeeded",
+        time.monotonic() - begin,
+        log,
     )
     if request.upload is not None and log.exists():
         try:
@@ -266,8 +270,15 @@ def _run(name: str, hook: AfterHook, request: CaptureRequest, who: WorkerIdentit
             logger.warning("%s was not uploaded: %s: %s", log, type(error).__name__, error)
 
 
-def _outcome(hook: AfterHook, environment: Mapping[str, str], log: Path) -> str:
-    """Run the command of a hook; return a description of its failure, or ``""`` after success."""
+def _outcome(hook: AfterHook, values: Mapping[str, object], log: Path) -> str:
+    """Run the command of a hook; return a description of its failure, or ``""`` after success.
+
+    Args:
+        hook: The hook.
+        values: Values of environment variables, by name without ``VERL_PROFILING_``.
+        log: File for the command's output.
+    """
+    environment = {f"VERL_PROFILING_{name}": str(value) for name, value in values.items()}
     with appended(log) as output:
         process = subprocess.Popen(
             hook.command,

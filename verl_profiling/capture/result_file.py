@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import msgspec
+from msgspec.structs import replace
 
 from verl_profiling import clock
 from verl_profiling.capture.finishing import AfterHooks, BackgroundWork
@@ -43,6 +43,7 @@ _JOINED = (
 )
 _NO_REQUEST = CaptureRequest(capture_id="", run_id="", step=0, folder="")
 _NO_RESULT = CaptureResult(identity=WorkerIdentity(role="unknown"))
+_WRITTEN = ("ok", "truncated", "empty")
 _WORST_FIRST: tuple[CaptureStatus, ...] = ("failed", "truncated", "empty", "ok", "skipped")
 
 
@@ -163,7 +164,10 @@ class ResultFile:
         """Return whether all artifacts are finished,
         except artifacts for ``verl-profiling collect``.
         """
-        return not any(one.status == "pending" and not one.reason for one in self.result.artifacts)
+        return not any(
+            artifact.status == "pending" and not artifact.reason
+            for artifact in self.result.artifacts
+        )
 
     def close(self, result: CaptureResult, failed: str = "") -> CaptureResult:
         """Write and return the result of the stopped capture, and upload the file in the
@@ -174,16 +178,15 @@ class ResultFile:
             failed: Reason why the whole capture failed; empty if it did not.
         """
         if not self.request.keep:
-            result = msgspec.structs.replace(
-                result, status="skipped", reason="warm-up", artifacts=[]
-            )
+            result = replace(result, status="skipped", reason="warm-up", artifacts=[])
         if failed:
-            result = msgspec.structs.replace(result, status="failed", reason=failed)
-        step, versions, artifacts = self.request.step, result.policy_versions, []
-        for artifact in result.artifacts:
-            artifacts.append(msgspec.structs.replace(artifact, step=step, policy_versions=versions))
+            result = replace(result, status="failed", reason=failed)
+        step, versions = self.request.step, result.policy_versions
+        artifacts = [
+            replace(artifact, step=step, policy_versions=versions) for artifact in result.artifacts
+        ]
         roles = list(dict.fromkeys([*result.roles, *self.request.roles]))
-        result = msgspec.structs.replace(result, roles=roles, artifacts=artifacts)
+        result = replace(result, roles=roles, artifacts=artifacts)
         with self._lock:
             for artifact in self._windows[-1].artifacts:
                 result = _with_artifact(result, artifact)
@@ -199,12 +202,12 @@ class ResultFile:
             last = self._windows[-1]
             if last.stopped and artifact.status == "pending":
                 return
-            known = (one for window in self._windows for one in window.artifacts)
-            if any(map(artifact.is_run_of, known)):
+            listed = [listed for window in self._windows for listed in window.artifacts]
+            if any(map(artifact.is_run_of, listed)):
                 self._windows = [_with_artifact(window, artifact) for window in self._windows]
             elif not last.stopped:
-                own = msgspec.structs.replace(artifact, step=self.request.step)
-                self._windows[-1] = msgspec.structs.replace(last, artifacts=[*last.artifacts, own])
+                artifact = replace(artifact, step=self.request.step)
+                self._windows[-1] = replace(last, artifacts=[*last.artifacts, artifact])
             self._write(upload=last.stopped)
 
     def amend(self, change: Callable[[CaptureResult], CaptureResult]) -> CaptureResult:
@@ -225,7 +228,7 @@ class ResultFile:
         numbers, infinite = finite_numbers(result.metrics)
         if infinite:
             notes = list(dict.fromkeys([*notes, f"{name}: {infinite[0]}"]))
-        self.result = result = msgspec.structs.replace(
+        self.result = result = replace(
             result,
             metrics=numbers,
             notes=notes,
@@ -238,12 +241,11 @@ class ResultFile:
         path = Path(request.folder) / f"{name}{RESULT_SUFFIX}"
         try:
             write_json_atomically(path, result, durable=result.stopped)
-            remote = request.upload if upload else None
-            if remote is not None and not any(one.status == "pending" for one in result.artifacts):
-                is_left_here = any(
-                    one.where for one in result.artifacts
-                )  # --ray reads them beside this file
-                remote.move(path, path.name, keep=is_left_here)
+            statuses = [artifact.status for artifact in result.artifacts]
+            if request.upload is not None and upload and "pending" not in statuses:
+                # --ray reads artifacts that are left here beside this file.
+                is_left_here = any(artifact.where for artifact in result.artifacts)
+                request.upload.move(path, path.name, keep=is_left_here)
         except FileNotFoundError:
             logger.info("%s was removed, so the result of %s is not written", path.parent, name)
         except Exception as error:  # each file system raises errors of its own
@@ -255,18 +257,20 @@ def _merged(results: list[CaptureResult]) -> CaptureResult:
     """Return one result for several windows of a worker, with the capture id of the last window."""
     worst = min(results, key=lambda result: _WORST_FIRST.index(result.status))
     last = results[-1]
-    joined = {
-        name: [one for result in results for one in getattr(result, name)] for name in _JOINED
-    }
-    joined |= {
-        name: list(dict.fromkeys(joined[name])) for name in ("roles", "notes", "policy_versions")
-    }
-    return msgspec.structs.replace(
+    joined: dict[str, list[Any]] = {}
+    for name in _JOINED:
+        joined[name] = [part for result in results for part in getattr(result, name)]
+    for name in ("roles", "notes", "policy_versions"):
+        joined[name] = list(dict.fromkeys(joined[name]))
+    metrics: dict[str, float] = {}
+    for result in results:
+        metrics |= result.metrics
+    return replace(
         last,
         step=min(result.step for result in results),
         status=worst.status,
         reason=worst.reason,
-        metrics={name: value for result in results for name, value in result.metrics.items()},
+        metrics=metrics,
         **joined,
     )
 
@@ -279,19 +283,13 @@ def _with_artifact(result: CaptureResult, finished: Artifact) -> CaptureResult:
     def updated(artifact: Artifact) -> Artifact:
         if not artifact.is_run_of(finished):
             return artifact
-        late = artifact.status in ("failed", "missing") and finished.status in (
-            "ok",
-            "truncated",
-            "empty",
-        )
-        if artifact.status != "pending" and not late:
+        is_late = artifact.status in ("failed", "missing") and finished.status in _WRITTEN
+        if artifact.status != "pending" and not is_late:
             return artifact
-        reason = (
-            f"artifact late: {artifact.reason}"
-            if late and finished.status == "ok"
-            else finished.reason
-        )
-        return msgspec.structs.replace(
+        reason = finished.reason
+        if is_late and finished.status == "ok":
+            reason = f"artifact late: {artifact.reason}"
+        return replace(
             finished, step=artifact.step, policy_versions=artifact.policy_versions, reason=reason
         )
 

@@ -106,9 +106,8 @@ class Session:
         with self._lock:
             if not self._configs:
                 atexit.register(self.leave)
-                if (
-                    multiprocessing.parent_process() is not None
-                ):  # a forked process runs no atexit functions
+                # A forked process runs no atexit functions.
+                if multiprocessing.parent_process() is not None:
                     multiprocessing.util.Finalize(None, self.leave, exitpriority=100)
                 self._slot = Slot(config.after)
             self._configs[identity.name] = config
@@ -170,7 +169,9 @@ class Session:
             if capture is not None and capture.request.capture_id != request.capture_id:
                 logger.warning(
                     "start_capture(step=%d): step %d was never stopped (%s); closing it",
-                    *(request.step, capture.request.step, capture.identity),
+                    request.step,
+                    capture.request.step,
+                    capture.identity,
                 )
                 self._close(capture, NOT_STOPPED)
                 capture = None
@@ -221,13 +222,11 @@ class Session:
             capture = self._capture
             if capture is not None and capture_id in (None, capture.request.capture_id):
                 result = self._close(capture)
+            elif capture is not None:
+                result = self._slot.result(capture_id, capture.identity, capture.request)
             else:
-                identity = (
-                    capture.identity if capture else self.identity or WorkerIdentity(role="unknown")
-                )
-                result = self._slot.result(
-                    capture_id, identity, capture.request if capture else None
-                )
+                identity = self.identity or WorkerIdentity(role="unknown")
+                result = self._slot.result(capture_id, identity, None)
         return StopReply(self._slot.settle(result, capture_id, finish_s), received_ns)
 
     def complete_result(self, change: Callable[[CaptureResult], CaptureResult]) -> None:
@@ -285,22 +284,20 @@ class Session:
         prepare the tools if so.
         """
         config = self._configs[identity.name]
-        stages = () if selection is None else selection.stages or ()
-        side_by_side = not self._busy.keys().isdisjoint(stages)
-        if (
-            selection is not None
-            and side_by_side
-            and TRAJECTORIES in config.tool_names(identity.role)
-        ):
+        has_trajectories = TRAJECTORIES in config.tool_names(identity.role)
+        if selection is not None and selection.stages and has_trajectories:
             # The watch reports spans of concurrent trajectories as a stage, but no tool records
             # them alone.
-            selection = msgspec.structs.replace(selection, mode="e2e", stages=None)
+            is_side_by_side = not self._busy.keys().isdisjoint(selection.stages)
+            if is_side_by_side:
+                selection = msgspec.structs.replace(selection, mode="e2e", stages=None)
         role = config.for_role(identity.role, selection)
         selected = role.selects(identity.rank, identity.replica, identity.topology, identity.sizes)
-        for tool in role.tools if selected else ():
-            if tool not in self._prepared:
-                tool.prepare()
-                self._prepared.add(tool)
+        if selected:
+            for tool in role.tools:
+                if tool not in self._prepared:
+                    tool.prepare()
+                    self._prepared.add(tool)
         return role, selected
 
     def _close(self, capture: Capture, failed: str = "") -> CaptureResult:

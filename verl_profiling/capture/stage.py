@@ -105,8 +105,7 @@ class Stage:
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
                 f"stage({self.name!r}) cannot decorate the generator function "
-                f"{function.__qualname__}: "
-                "write `with stage(...)` inside it"
+                f"{function.__qualname__}: write `with stage(...)` inside it"
             )
         if inspect.iscoroutinefunction(function):
 
@@ -347,7 +346,8 @@ class SpanLog:
         if self.since_ns or self.spans is None:
             return
         self.since_ns = begin_ns
-        around, outer = set(), _innermost.get()
+        around = set()
+        outer = _innermost.get()
         while outer is not None:
             around.add(id(outer))
             outer = outer.parent
@@ -413,7 +413,8 @@ class SpanLog:
 
     def stop_marking(self) -> None:
         """End the open marks of this thread; marks of other threads stay open."""
-        here, self.begin_mark = get_ident(), None
+        here = get_ident()
+        self.begin_mark = None
         for stage in reversed(self.spans or ()):
             if not stage.end_ns and stage.thread == here and stage.mark is not None:
                 self.end_mark_of(stage)
@@ -422,7 +423,8 @@ class SpanLog:
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
         """Record a ``with`` block as a stage, which may end in another task or thread."""
-        stage, failed = self.begin(name), True
+        stage = self.begin(name)
+        failed = True
         try:
             yield
             failed = False
@@ -433,34 +435,38 @@ class SpanLog:
         """Return all stages in order of their begin; open stages end now in the returned list."""
         now_ns = clock.now_ns()
         native_ids = {thread.ident: thread.native_id for thread in threading.enumerate()}
-        found = []
+        spans = []
         for stage in self.spans or ():
-            end_ns, thread_id = stage.end_ns or now_ns, native_ids.get(stage.thread) or stage.thread
+            end_ns = stage.end_ns or now_ns
             begin_ns = max(stage.begin_ns, min(self.since_ns, end_ns))
             failed = stage.failed or (open_fails and not stage.end_ns)
-            found.append(StageSpan(stage.name, begin_ns, end_ns, thread_id, stage.depth(), failed))
-        return sorted(found, key=attrgetter("begin_ns", "depth"))
+            thread_id = native_ids.get(stage.thread) or stage.thread
+            spans.append(StageSpan(stage.name, begin_ns, end_ns, thread_id, stage.depth(), failed))
+        return sorted(spans, key=attrgetter("begin_ns", "depth"))
 
     def close(self) -> list[StageSpan]:
         """Return all stages in order of their begin; open stages are failed here,
         and go on for the watch.
         """
-        spans, found = self.spans or (), self.so_far(open_fails=True)
-        self.spans, self.long_stage_ended = [], None
-        for stage in spans:
-            if self.sums is None and not stage.end_ns:
-                stage.end_ns = clock.now_ns()
-        return found
+        spans = self.so_far(open_fails=True)
+        stages = self.spans or ()
+        self.spans = []
+        self.long_stage_ended = None
+        if self.sums is None:
+            for stage in stages:
+                stage.end_ns = stage.end_ns or clock.now_ns()
+        return spans
 
     def notes(self) -> list[str]:
         """Return notes for the user on the stages."""
-        notes = [self._marks_failed] if self._marks_failed else []
+        notes = []
+        if self._marks_failed:
+            notes.append(self._marks_failed)
         if self._left_out:
-            text = (
-                f"{self._left_out} stages after the first {MAX_SPANS} were left out; is "
-                "one in a hot loop?"
+            notes.append(
+                f"{self._left_out} stages after the first {MAX_SPANS} were left out; is one in a "
+                "hot loop?"
             )
-            notes.append(text)
         return notes
 
 

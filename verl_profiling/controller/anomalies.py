@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from msgspec.structs import replace
 
 from verl_profiling.capture_request import CaptureSelection
-from verl_profiling.controller.spmd import Decision
 from verl_profiling.controller.watch import LOOP
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.step_summary import ROLLOUT, RankUse, StepSummary
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import Manifest
-from verl_profiling.settings.schedule import StepRange
+from verl_profiling.settings.schedule import Decision, StepRange
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.watch.collectives import ASKED_STEPS, RecorderReading
 from verl_profiling.watch.detector import Detector
@@ -28,7 +30,10 @@ READ_S = 10.0
 workers are read once a second at most.
 """
 
+T = TypeVar("T")
 _OF_A_STAGE = ("slow_stage", "leader")
+_OF_ALL = ("slow_stage", "slow_span")
+"""Signs that all workers of a stage may cause together."""
 
 
 class Anomalies:
@@ -52,7 +57,8 @@ class Anomalies:
         self._recorders = recorders
         self._detector = Detector(options)
         self._noticed: Suspicion | None = None
-        self._noticed_s, self._listened = 0.0, 0
+        self._noticed_s = 0.0
+        self._listened = 0
         self._waits = ""
         self._made = 0
         self._captured: int | None = None
@@ -63,20 +69,12 @@ class Anomalies:
 
     def listen(self, summary: StepSummary) -> None:
         """Search a step summary for an anomaly; called on the watch's thread."""
-        noticed = self._noticed
         summary.waits = self._waits
         self._listened += 1
         if summary.captured:
             self._compare(summary)
-        if noticed is not None and noticed.stage and not (noticed.suspects or summary.captured):
-            named = noticed.named_in(summary)
-            if self._noticed is noticed:  # it may be captured by now
-                self._noticed = named
-            if named.suspects and self._noticed is named:
-                self._detector.is_named(named, summary)
-                logger.warning("watch: %s", named.reason)
-                summary.noticed = named.trigger()
-                self._uses = {use.lane: use for use in summary.processes}
+        else:
+            self._search_suspects(summary)
         found = self._detector.observe(summary)
         if found is None:
             return
@@ -87,16 +85,38 @@ class Anomalies:
         summary.waits = self._refusal(summary.step + 1)
         if found.stage and not found.suspects:
             self._recorders.begin()
+        self._keep(found, summary)
+
+    def _search_suspects(self, summary: StepSummary) -> None:
+        """Look in a later step for the suspects of an anomaly without any."""
         noticed = self._noticed
-        # Of a batch, the first with suspects is captured.
-        if noticed is None or self._waits or (found.suspects and not noticed.suspects):
-            if noticed is not None and self._waits:
+        if noticed is None or noticed.suspects or not noticed.stage:
+            return
+        named = noticed.named_in(summary)
+        if self._noticed is not noticed:  # it is captured by now
+            return
+        self._noticed = named
+        if named.suspects:
+            self._detector.is_named(named, summary)
+            logger.warning("watch: %s", named.reason)
+            summary.noticed = named.trigger()
+            self._uses = {use.lane: use for use in summary.processes}
+
+    def _keep(self, found: Suspicion, summary: StepSummary) -> None:
+        """Keep an anomaly until it is captured: of a batch, the first one with suspects."""
+        noticed = self._noticed
+        if noticed is not None:
+            if not self._waits and (noticed.suspects or not found.suspects):
+                return
+            if self._waits:
                 logger.warning(
                     "watch: it takes the place of the anomaly of step %s", noticed.noticed
                 )
-            self._noticed, self._waits = found, ""
-            self._noticed_s, self._listened = time.monotonic(), 0
-            self._uses = {use.lane: use for use in summary.processes}
+        self._noticed = found
+        self._waits = ""
+        self._noticed_s = time.monotonic()
+        self._listened = 0
+        self._uses = {use.lane: use for use in summary.processes}
 
     def step_begins(self, step: int) -> None:
         """Record the begin of a step; called for every step,
@@ -123,7 +143,8 @@ class Anomalies:
                 )
             self._waits = why
             return None
-        self._noticed, self._waits = None, ""
+        self._noticed = None
+        self._waits = ""
         self._coming = step
         self._requested = {step: noticed}
         return Decision(
@@ -172,31 +193,46 @@ class Anomalies:
         stage. A slow rollout without suspects is captured as in the settings: agent loops or
             engines may be its cause.
         """
-        is_of_all = noticed.sign in ("slow_stage", "slow_span") and noticed.stage != ROLLOUT
-        everyone = noticed.everyone if is_of_all else []
-        lanes = [*noticed.suspects, *noticed.peers] or everyone
-        uses = [self._uses[lane] for lane in lanes if lane in self._uses and lane != LOOP.lane]
+        uses = self._workers(noticed)
         if not uses:
             return None
-        named = [] if lanes is everyone else uses
         engines = [use for use in uses if use.role == ROLLOUT_ROLE and use.replica is not None]
-        window = [ROLLOUT] if engines else []  # whatever their own stage is called
-        of_a_stage = (
-            noticed.sign in _OF_A_STAGE
-            and bool(noticed.ran)
-            and (noticed.stage == ROLLOUT or not engines)
-        )
-        selection = CaptureSelection(
-            mode="discrete" if of_a_stage else "e2e",
-            roles=tuple(dict.fromkeys(use.role for use in uses)),
-            ranks=tuple(dict.fromkeys(use.rank for use in named if use not in engines)) or None,
-            replicas=tuple(dict.fromkeys(use.replica for use in named if use.replica is not None))
-            or None,
-            stages=tuple(dict.fromkeys([*noticed.ran, *window])) if of_a_stage else None,
-        )
+        selection = CaptureSelection(mode="e2e", roles=_distinct(use.role for use in uses))
+        if noticed.suspects or noticed.peers:
+            selection = replace(
+                selection,
+                ranks=_distinct(use.rank for use in uses if use not in engines),
+                replicas=_distinct(use.replica for use in uses if use.replica is not None),
+            )
+        stages = _stages_to_capture(noticed, bool(engines))
+        if stages is not None:
+            selection = replace(selection, mode="discrete", stages=stages)
         try:
             self._check(selection)
         except ConfigError as error:
-            logger.warning("watch: the capture is not limited to %s: %s", ", ".join(lanes), error)
+            lanes = ", ".join(use.lane for use in uses)
+            logger.warning("watch: the capture is not limited to %s: %s", lanes, error)
             return None
         return selection
+
+    def _workers(self, noticed: Suspicion) -> list[RankUse]:
+        lanes = [*noticed.suspects, *noticed.peers]
+        if not lanes and noticed.sign in _OF_ALL and noticed.stage != ROLLOUT:
+            lanes = noticed.everyone
+        return [self._uses[lane] for lane in lanes if lane in self._uses and lane != LOOP.lane]
+
+
+def _stages_to_capture(noticed: Suspicion, in_engines: bool) -> tuple[str, ...] | None:
+    """Return the stages that the workers run in the slow one; ``None`` for the whole step."""
+    if noticed.sign not in _OF_A_STAGE:
+        return None
+    if not in_engines:
+        return _distinct(noticed.ran)
+    if noticed.stage != ROLLOUT or not noticed.ran:
+        return None
+    # An engine records its window, whatever its own stage is called.
+    return _distinct([*noticed.ran, ROLLOUT])
+
+
+def _distinct(values: Iterable[T]) -> tuple[T, ...] | None:
+    return tuple(dict.fromkeys(values)) or None

@@ -218,7 +218,7 @@ class _Callback(Generic[Returned]):
         try:
             return self._stages[name]
         except (KeyError, TypeError):
-            made = Stage(self if self._controller is None else self._controller, name)
+            made = Stage(self if self._controller is None else self._controller.stages, name)
             return self._stages.setdefault(made.name, made)
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -10,30 +10,31 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
-import threading
 from collections.abc import Mapping
-from contextvars import Context
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 from verl_profiling import clock
 from verl_profiling.capture.finishing import AfterHooks
 from verl_profiling.capture.protocol import CaptureRequest
-from verl_profiling.capture.stage import OpenStage, SpanLog, record_pauses
-from verl_profiling.controller.decision import Decisions, LoopOrder
+from verl_profiling.capture.stage import SpanLog
+from verl_profiling.controller.captured_workers import CapturedWorkers
+from verl_profiling.controller.decision import Decisions
+from verl_profiling.controller.loop_order import LoopOrder
+from verl_profiling.controller.loop_stages import LoopStages
 from verl_profiling.controller.open_capture import OpenCapture, whole_version
-from verl_profiling.controller.run import Run, check_folder, is_pending
-from verl_profiling.controller.spmd import Decision, in_a_line, knows_place, place_of
-from verl_profiling.controller.targets import Roster, Waits
+from verl_profiling.controller.roster import Roster
+from verl_profiling.controller.run import Run, is_pending
+from verl_profiling.controller.run_claim import check_folder
+from verl_profiling.controller.spmd import in_a_line, knows_place, place_of
+from verl_profiling.controller.targets import Waits
 from verl_profiling.controller.watch import Watch
 from verl_profiling.errors import ProfilingError
-from verl_profiling.files.remote import Upload
 from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CUT_SHORT, CaptureResult, StepSpan
+from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CaptureResult, StepSpan
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.schedule import Action
+from verl_profiling.settings.schedule import Action, Decision
 from verl_profiling.units import visible
 
 LAST_READ_S = 5.0  # training may have ended because a worker hangs
@@ -49,17 +50,13 @@ TRAINING_ENDED = "training ended inside it"
 
 logger = logging.getLogger(__name__)
 
-_running: WeakSet[Controller] = WeakSet()
-"""The controllers of this process whose loops have begun, and have not ended."""
-
 
 class Controller:
     """The hooks that both callbacks call.
 
     Attributes:
         live: The open capture, or ``None``.
-        sink: Receiver of the controller's stages: the watch, and the log of a capture until the
-            next step; else ``None``.
+        stages: The loop's stages, and where they are recorded.
         watch: Summaries of every step; ``None`` if it is off.
         last: The last capture that was not a warm-up.
         run_notes: Notes of the loop that every manifest gets.
@@ -75,7 +72,6 @@ class Controller:
         self.roster = Roster(config)
         check_folder(config)
         self._run = Run(config)
-        self._runs = False
         self._hooks = AfterHooks(config.after)
         self._scheduled = config.schedule.action
         watches = config.watch.enable
@@ -84,10 +80,7 @@ class Controller:
         self.decisions = Decisions(config, self.roster, self.watch)
         self._order = LoopOrder()
         self.begun = False
-        self._rollout: OpenStage | None = None
-        self._generations = 0
-        self._generation_lock = threading.Lock()
-        self.sink: SpanLog | None = self._watched_stages()
+        self.stages = LoopStages(self.watch)
 
     # Each hook records something in every step, and returns the work for the open capture, or None.
 
@@ -99,26 +92,26 @@ class Controller:
         """
         self.begun = True
         step, policy_version = begun
-        if not self._runs:
-            self._begin(step)
+        if not self._order.runs:
+            self._order.begin(step, self.config.schedule, self._last_step)
         if self.last is not None and not self.last.around:
             self._end_after()
             clock.follow()
-        if self.watch is not None:
-            self._end_watched_step(self.watch)
+        self.stages.end_watched_step()
         action = self._scheduled(step)
-        records, decision = False, None
+        decision = None
+        records = False
         if self.watch is not None or action is not Action.OFF:
             if not self.decisions.complete:
                 self.decisions.begin(self._run)
                 self.decisions.find_ranks()
-                self._pass_stages_to(self._watched_stages())
+                self.stages.watch_only()
             decision = self.decisions.at(step, self.live is not None and self.live.goes_on(step))
             records = Action.RECORD in (action, decision and decision.step_range.action)
         self._order.step_begins(step, records)
         if self.watch is not None:
             self.watch.step_begins(step, whole_version(policy_version)[0])
-            record_pauses(self, self.sink)
+            self.stages.record_pauses()
         if self.live is None and decision is None:
             return None
         return self._begin_step(step, policy_version, decision)
@@ -135,9 +128,8 @@ class Controller:
             self.watch.background = (ROLLOUT,)
         if self.live is not None:
             return self._begin_recorded_rollout(self.live, in_background)
-        if self.sink is not None and not in_background:
-            self._end_rollout()
-            self._rollout = self.sink.begin(ROLLOUT)
+        if not in_background:
+            self.stages.begin_rollout(self.stages.sink)
         return None
 
     def on_rollout_end(self, metrics: Mapping[str, Any] | None) -> Waits[None] | None:
@@ -145,8 +137,8 @@ class Controller:
         if not self._order.in_rollout:
             self._order.rollout_without_begin()
         self._order.in_rollout = False
-        if self._rollout is not None and not self._generations:
-            self._end_rollout()
+        if not self.stages.generations:
+            self.stages.end_rollout()
         return None if self.live is None else self.live.end_rollout(metrics)
 
     def on_step_end(self, metrics: Mapping[str, Any] | None) -> Waits[None] | None:
@@ -162,85 +154,51 @@ class Controller:
         self._order.is_left()
         if self.live is None:
             return None
-        logger.warning("closing the capture after %s: %s", type(error).__name__, error)
-        return self.close(in_a_line(error))
+        why = in_a_line(error)
+        logger.warning("closing the capture after %s", why)
+        return self.close(why)
 
     def on_generation_begin(self) -> None:
         """Begin a batch in the background of the steps: the first one opens the stage."""
-        with self._generation_lock:
-            if self.watch is not None:
-                self.watch.background = (ROLLOUT,)
-            self._generations += 1
-            if self._generations == 1:
-                self._begin_generation()
+        if self.watch is not None:
+            self.watch.background = (ROLLOUT,)
+        self.stages.begin_generation(self._is_captured)
 
     def on_generation_end(self) -> None:
         """End a batch in the background of the steps: the last one ends the stage."""
-        with self._generation_lock:
-            self._generations = max(0, self._generations - 1)
-            if not self._generations:
-                self._end_rollout()
+        self.stages.end_generation()
+
+    @property
+    def _is_captured(self) -> bool:
+        """Whether a captured step is open."""
+        return self.live is not None and not self.live.step.end_ns
 
     def on_stages_end(self) -> None:
         """Record the end of the step; :meth:`on_step_end` closes its capture."""
-        if self.watch is not None:
-            self._end_watched_step(self.watch)
+        self.stages.end_watched_step()
         live = self.live
         if live is None or live.step.end_ns:
             return
         live.end_step()
         if live.step.step >= live.decision.step_range.last:
-            with self._generation_lock:
-                if self._generations:  # its stage ends in the capture, and goes on for the watch
-                    self._end_rollout()
-                    self._begin_generation()
-            self._pass_stages_to(live.outside)
+            self.stages.renew_generation()  # it ends in the capture, and goes on for the watch
+            self.stages.pass_to(live.outside)
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add numbers to a step of the open capture, or of the last one that was written."""
         for capture in filter(None, (self.live, self.last)):
-            if owner := next((one for one in capture.steps if one.step == step), None):
-                capture.keep(metrics, owner)
-                self._write_again(capture)
-                return
-
-    # The loop's stages.
+            for begun in capture.steps:
+                if begun.step == step:
+                    capture.keep(metrics, begun)
+                    self._write_again(capture)
+                    return
 
     def _begin_recorded_rollout(self, live: OpenCapture, in_background: bool) -> Waits[None]:
         if not in_background:
-            self._end_rollout()
+            self.stages.end_rollout()
         yield from live.begin_rollout()
         if not in_background:
-            self._rollout = live.log.begin(ROLLOUT)
-
-    def _begin_generation(self) -> None:
-        """Open the stage of generation in the background; no stage of this task nests inside it."""
-        is_in_step = self.live is not None and not self.live.step.end_ns
-        sink = self.sink if is_in_step else self._watched_stages()
-        if sink is not None:
-            self._rollout = Context().run(sink.begin, ROLLOUT)
-
-    def _pass_stages_to(self, log: SpanLog | None) -> None:
-        if log is not None and self.watch is not None:
-            log.sums = self.watch.sums
-        self.sink = log
-        record_pauses(self, log)
-
-    def _watched_stages(self) -> SpanLog | None:
-        """Return the receiver of stages outside of captures; ``None`` without a watch."""
-        return None if self.watch is None else SpanLog(self, self.watch.sums, None)
-
-    def _end_rollout(self, failed: bool = False) -> None:
-        """End the stage ``rollout``, even if another task or thread began it."""
-        rollout, self._rollout = self._rollout, None
-        if rollout is not None:
-            rollout.end(failed)
-
-    def _end_watched_step(self, watch: Watch) -> None:
-        """End the step for the watch, and with the step an open rollout of the loop itself."""
-        if watch.step is not None and not self._generations:
-            self._end_rollout(failed=True)
-        watch.step_ends()
+            self.stages.begin_rollout(live.log)
 
     # The work of the hooks.
 
@@ -251,25 +209,6 @@ class Controller:
         self._run.amend(end_ns=None)  # the callback is entered again
         if knows_place(self.config, self.roster.targets):  # else the first step does it
             self.decisions.begin(self._run)
-
-    def _begin(self, step: int) -> None:
-        """Log what keeps a loop from captures, when it begins."""
-        self._runs = True
-        for other in _running:
-            other._order.is_shared = other._order.in_step
-        _running.add(self)
-        schedule, last = self.config.schedule, self._last_step
-        if (
-            schedule.steps is None and last is not None and step > last
-        ):  # listed steps are logged at the end
-            logger.warning(
-                "the loop begins with step %d, and the schedule ends with step %d (%s): "
-                "nothing is captured; "
-                "steps count from the first start of a resumed run",
-                step,
-                last,
-                schedule.in_words(),
-            )
 
     def _begin_step(
         self, step: int, policy_version: int | None, decision: Decision | None
@@ -289,7 +228,7 @@ class Controller:
         if decision is None:
             return
         self.roster.check_selection(capturing=True)
-        outside = SpanLog(self)
+        outside = SpanLog(self.stages)
         with outside.during(CAPTURE_START):
             try:
                 live = yield from self._open(decision, step, policy_version, outside)
@@ -299,7 +238,7 @@ class Controller:
                 raise
             if live is None:
                 return
-            yield from live.start(live.request)
+            yield from live.workers.start(live.request)
             yield from self._say_begun(live)
         self._step_begins(live)
 
@@ -320,13 +259,11 @@ class Controller:
         live = self.live
         if live is None:
             return
-        live.notes += [f"{CUT_SHORT}: {why}"] if why else []
-        live.end_ns, live.complete = live.step.end_ns or clock.now_ns(), not why
         with live.outside.during(CAPTURE_STOP):
             results = yield from self._conclude(live, why)
         if live.request.keep:
             self.last = live
-            self._pass_stages_to(live.outside)
+            self.stages.pass_to(live.outside)
         if self.config.strict and live.decision.trigger.kind == "schedule":
             for worker in results:
                 if worker.status not in ("ok", "skipped"):
@@ -340,10 +277,8 @@ class Controller:
         After an error in one part, the other parts still run; the first error is raised at the end.
         """
         atexit.unregister(self._exit)
-        self._runs = False
-        _running.discard(self)
-        self._order.is_left()
-        failed: list[Exception] = []
+        self._order.end()
+        first: Exception | None = None
         for part in (
             self._end_capture(why),
             self._end_watch(),
@@ -353,11 +288,11 @@ class Controller:
             try:
                 yield from part
             except Exception as error:
-                if failed:
-                    logger.error("the end of training: %s: %s", type(error).__name__, error)
-                failed.append(error)
-        if failed:
-            raise failed[0]
+                if first is not None:
+                    logger.error("the end of training: %s", in_a_line(error))
+                first = first or error
+        if first is not None:
+            raise first
 
     def _open(
         self, decision: Decision, step: int, version: int | None, outside: SpanLog
@@ -366,7 +301,8 @@ class Controller:
         return ``None`` if this process is not captured.
         """
         policy_version, notes = whole_version(version)
-        keep, selection = decision.step_range.action is Action.RECORD, decision.selection
+        keep = decision.step_range.action is Action.RECORD
+        selection = decision.selection
         if not self.decisions.find_ranks():
             return None
         ranks = self.decisions.ranks
@@ -377,9 +313,7 @@ class Controller:
             self.decisions.refused(decision.trigger, why)
             return None
         place = self._run.place
-        workers = 0
-        for target in self.roster.driven(selection):
-            workers += len(target.workers)
+        world_size = 1 if ranks is None else ranks.world_size
         request = CaptureRequest(
             capture_id=f"{place.token}-{folder.name}{'' if keep else '-warm-up'}",
             run_id=place.run_id,
@@ -387,28 +321,24 @@ class Controller:
             folder=str(folder),
             policy_version=policy_version,
             keep=keep,
-            workers=max(1, workers * (ranks.world_size if ranks is not None else 1)),
+            workers=max(1, self.roster.count(selection) * world_size),
             last=self._last_step is not None and decision.step_range.last >= self._last_step,
-            upload=Upload(url=f"{place.url}/{folder.name}", retry_s=place.retry_s)
-            if place.url
-            else None,
+            upload=place.upload(folder.name),
             selection=selection,
         )
-        leads = keep and (ranks is None or ranks.leads)
-        live = OpenCapture(
-            self.roster,
-            decision,
-            request,
-            folder,
-            ranks,
-            leads,
-            [StepSpan(step=step, begin_ns=clock.now_ns(), end_ns=0, policy_version=policy_version)],
-            SpanLog(self),
-            outside,
-            self.run_notes,
-            notes,
+        begun = StepSpan(
+            step=step, begin_ns=clock.now_ns(), end_ns=0, policy_version=policy_version
         )
-        if leads:
+        live = OpenCapture(
+            workers=CapturedWorkers(self.roster, request, ranks, notes),
+            decision=decision,
+            folder=folder,
+            steps=[begun],
+            log=SpanLog(self.stages),
+            outside=outside,
+            run_notes=self.run_notes,
+        )
+        if live.leads:
             self._hooks.begun(request, WorkerIdentity(role="controller"))
         self._set_live(live)
         return live
@@ -417,7 +347,7 @@ class Controller:
         """Write the manifest with expected results."""
         live.begin_step()
         if live.leads:
-            live.workers = live.expected()
+            live.expect()
             self._run.write(live)
             yield self._run.wait_for_files
 
@@ -426,9 +356,7 @@ class Controller:
         if self.watch is not None:
             live.log.take_over(self.watch.sums, live.step.begin_ns)
             self.watch.capture_begins(live.folder.name if live.request.keep else "")
-        with self._generation_lock:
-            if self._generations and self._rollout is None:  # nothing recorded when it began
-                self._begin_generation()
+        self.stages.record_generation()
 
     # Closing.
 
@@ -436,25 +364,17 @@ class Controller:
         if (live is None) != (self.live is None):
             (clock.hold if live is not None else clock.release)()
         self.live = live
-        self._pass_stages_to(live.log if live is not None else self._watched_stages())
+        self.stages.pass_to(self.stages.watched() if live is None else live.log)
         if live is not None:
             atexit.unregister(self._exit)
             atexit.register(self._exit)
 
     def _conclude(self, live: OpenCapture, why: str) -> Waits[list[CaptureResult]]:
         """Stop all workers and write the manifest; return the workers' results."""
-        live.stages = live.stages or live.log.close()  # a close that Ctrl-C interrupts is repeated
-        results: list[CaptureResult] = []
+        folder, upload = live.folder, live.request.upload
         try:
-            yield from live.stop()
-            results = live.results()
-            self.roster.check_results(results, live.stages, live.decision.selection)
-            if live.ranks is not None:
-                notes = [*self.roster.notes, *live.notes]
-                live.stages, results = live.ranks.joined(live.stages, results, notes, why)
-            folder, upload = live.folder, live.request.upload
+            results = yield from live.close(why)
             if live.leads:
-                live.workers = [*results, *live.others()]
                 with live.outside.during("write"):
                     manifest = self._run.conclude(live)
                     yield self._run.wait_for_files
@@ -464,24 +384,21 @@ class Controller:
                 self.decisions.concluded(manifest)
             self._hooks.ended(live.request.capture_id, lambda: not is_pending(folder, upload))
         except Exception as error:
-            self.decisions.refused(
-                live.decision.trigger, f"the recordings could not be written: {error}"
-            )
+            why = f"the recordings could not be written: {error}"
+            self.decisions.refused(live.decision.trigger, why)
             self._closed()
             raise
-        except (
-            BaseException
-        ):  # Ctrl-C: it can come again before the end of training closes the capture
+        except BaseException:
+            # Ctrl-C: it can come again before the end of training closes the capture.
             self._write_interrupted(live)
             raise
         self._closed()
         return results
 
     def _write_interrupted(self, live: OpenCapture) -> None:
-        live.complete = False
-        live.notes.append(f"{CUT_SHORT}: its end was interrupted")
+        live.is_cut_short("its end was interrupted")
         if live.leads:
-            live.workers = live.expected()
+            live.expect()
             self._run.write(live)
             self._run.wait_for_files()
 
@@ -495,7 +412,7 @@ class Controller:
         capture = self.last
         if capture is None or capture.around:
             return
-        self._pass_stages_to(self._watched_stages())
+        self.stages.watch_only()
         capture.around = capture.outside.close()
         if len(capture.around) > _PAUSES:
             self._write_again(capture)
@@ -520,16 +437,16 @@ class Controller:
             yield partial(self.watch.train_ends, min(LAST_READ_S, self.config.timeouts.start_s))
 
     def _end_run(self) -> Waits[None]:
-        run, most_s = self._run, self.roster.most_s
-        record_pauses(self, None)
-        if (
-            place_of(self.config, self.roster.targets)[0] == 0
-        ):  # which steps of the schedule never came
+        run = self._run
+        most_s = self.roster.most_s
+        self.stages.record_no_pauses()
+        if place_of(self.config, self.roster.targets)[0] == 0:  # else rank 0 has the run's folder
             never_came = self._order.train_ends(self.config.schedule, run.resumes)
-            if ran := self._order.steps:
+            if self._order.steps:
+                first, last = self._order.steps
                 run.amend(
-                    first_step=ran[0],
-                    last_step=ran[1],
+                    first_step=first,
+                    last_step=last,
                     end_ns=clock.now_ns(),
                     never_came=never_came,
                 )
@@ -537,14 +454,11 @@ class Controller:
         self._hooks.train_ends()
         yield partial(self._hooks.background.drain, min(self._hooks.longest_s, most_s))
         run.leave()
-        ranks, self.decisions.ranks = self.decisions.ranks, None
-        if ranks is not None:
-            ranks.end()
+        self.decisions.leave_ranks()
 
     def leave_to_parent(self) -> None:
         """Record nothing more, and close nothing at exit, in a forked child."""
-        self.sink = None
-        record_pauses(self, None)
+        self.stages.pass_to(None)
         atexit.unregister(self._exit)
 
     def _exit(self) -> None:
@@ -559,4 +473,4 @@ class Controller:
             for wait in self.on_train_end(why):
                 wait()
         except Exception as error:
-            logger.error("profiling could not be closed: %s: %s", type(error).__name__, error)
+            logger.error("profiling could not be closed: %s", in_a_line(error))

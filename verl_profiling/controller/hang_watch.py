@@ -38,7 +38,10 @@ from verl_profiling.watch.sums import NO_LOOKS, StageSums, WatchQuestion, WatchR
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_PAUSE_S, _ANSWER_S = 2.0, 1.0
+_LONGEST_PAUSE_S = 2.0
+_ANSWER_S = 1.0
+_USUAL_STEPS = 20  # of which the median duration of a stage is taken
+_MANY_TIMES = 3  # longer than usual: less is a slow stage
 _KEY = "watch/hangs"
 
 
@@ -81,7 +84,8 @@ class HangWatch:
         the one here logs that a hang of the last step is over.
         """
         self.ended.set()
-        if (thread := self._thread) is not None:
+        thread = self._thread  # it sets the attribute to None when no step is open
+        if thread is not None:
             thread.join(_ANSWER_S)
         self._call(self._told, NO_LOOKS)
 
@@ -111,29 +115,43 @@ class HangWatch:
             logger.error("watch: hangs are not noticed any more: %s", error, exc_info=error)
 
     def _look(self, step: StepSummary) -> None:
-        quiet_s, opened = self._quiet_s(step), self._reporter.stages()
-        begin_ns, stage = [
-            (step.begin_ns, ""),
-            *(one for one in opened if one[1] not in self.loop.background),
-        ][-1]
-        usual_s, open_s = self._usual_s(stage), (clock.now_ns() - begin_ns) / 1e9
-        limit_s = self.loop.options.first_hang_s if usual_s is None else 3 * usual_s
+        begin_ns, stage = step.begin_ns, ""
+        for opened_ns, name in self._reporter.stages():
+            if name not in self.loop.background:
+                begin_ns, stage = opened_ns, name
+        usual_s = self._usual_s(stage)
+        limit_s = self.loop.options.first_hang_s if usual_s is None else _MANY_TIMES * usual_s
         limit_s = max(self.loop.options.hang_s, limit_s)
+        quiet_s = self._quiet_s(step)
         if quiet_s < self.loop.options.hang_s or self._asked not in (None, step):
             self._goes_on()
+            open_s = (clock.now_ns() - begin_ns) / 1e9
             if open_s > limit_s and self._slow is not step:
                 self._slow = step
-                where, time = stage or "no stage", duration(open_s)
                 logger.info(
-                    "watch: step %d is slow but not hung: %s in %s so far", step.step, time, where
+                    "watch: step %d is slow but not hung: %s in %s so far",
+                    step.step,
+                    duration(open_s),
+                    stage or "no stage",
                 )
-            return
-        if quiet_s < limit_s or self._asked is step:
-            return
-        self._asked = step
+        elif quiet_s >= limit_s and self._asked is not step:
+            self._asked = step
+            self._judge(step, stage, usual_s, limit_s)
+
+    def _judge(self, step: StepSummary, stage: str, usual_s: float | None, limit_s: float) -> None:
+        """Ask all processes whether something progresses; else the step hangs, and is logged.
+
+        Args:
+            step: The step.
+            stage: The stage that is open in the loop.
+            usual_s: Its usual duration (s), if it is known.
+            limit_s: Time (s) without progress after which the step hangs.
+        """
         everyone = self._ask()
-        others_s = [state.quiet_s for state in everyone[1:] if state.process is not None]
-        quiet_s = min([quiet_s, self._quiet_s(step), *others_s])
+        quiet_s = self._quiet_s(step)
+        for state in everyone:
+            if state.process is not None:
+                quiet_s = min(quiet_s, state.quiet_s)
         if quiet_s < limit_s:
             self._elsewhere_ns = clock.now_ns() - int(1e9 * quiet_s)
             self._goes_on()
@@ -146,13 +164,13 @@ class HangWatch:
 
     def _quiet_s(self, step: StepSummary) -> float:
         """Return for how long nothing has progressed, as far as the loop knows (s)."""
-        return (
-            clock.now_ns() - max(step.begin_ns, self._reporter.last_ns(), self._elsewhere_ns)
-        ) / 1e9
+        last_ns = max(step.begin_ns, self._reporter.last_ns(), self._elsewhere_ns)
+        return (clock.now_ns() - last_ns) / 1e9
 
     def _goes_on(self) -> None:
         """Remove the loop's file; if the step hung, log that it goes on."""
-        step, self._asked = self._asked, None
+        step = self._asked
+        self._asked = None
         if step is None or self.is_left:
             return
         with suppress(OSError):  # removed already
@@ -168,60 +186,71 @@ class HangWatch:
         """Return the median duration of a stage in 20 steps, or of these steps;
         ``None``: unknown.
         """
-        times = []
-        for step in [step for step in [*self.loop.summaries] if step.hang is None][-20:]:
-            runs = [[run for run in process.each_run() if run[0] == stage] for process in step.loop]
-            times += (
-                [sum(run[3] for run in one) / 1e9 for one in runs if one]
-                if stage
-                else [step.seconds]
-            )
+        steps = [step for step in [*self.loop.summaries] if step.hang is None][-_USUAL_STEPS:]
+        times = [step.seconds for step in steps]
+        if stage:
+            times = []
+            for process in [process for step in steps for process in step.loop]:
+                runs_ns = [run[3] for run in process.each_run() if run[0] == stage]
+                if runs_ns:
+                    times.append(sum(runs_ns) / 1e9)
         return median(times) if times else None
 
     def _call(self, targets: Iterable[Target], reports: tuple[str, float]) -> list[Call]:
         """Tell workers where to report from now on, and ask whether they answer."""
-        question, self._told = WatchQuestion(hangs=reports), self._told | {*targets}
+        self._told = self._told.union(targets)
+        question = WatchQuestion(hangs=reports)
         return [call for target in targets for call in target.call("read_watch", question)]
 
     def _ask(self) -> list[ProcessState]:
         """Return the states of this process and of all others, or their problems."""
-        path, own = self.folder / LOOP_FILE, self._reporter.state(0)
+        path = self.folder / LOOP_FILE
+        loop = self._reporter.state(0)
         make_folder(self.folder)
-        write_json_atomically(path, own, durable=False)
+        write_json_atomically(path, loop, durable=False)
         calls = self._call(self.loop.roster.driven(None), self._reports)
         asked_ns = path.stat().st_mtime_ns
         self.ended.wait(self._reports[1] + _ANSWER_S)
-        found = self._states(calls, asked_ns)
-        return [
-            own,
-            *{state.lane: state for state in found if state.process != own.process}.values(),
-        ]
+        others = {
+            state.lane: state
+            for state in self._states(calls, asked_ns)
+            if state.process != loop.process
+        }
+        return [loop, *others.values()]
 
     def _states(self, calls: list[Call], asked_ns: int) -> Iterator[ProcessState]:
         """Yield the state of each other process, or its problem."""
-        written: dict[object, ProcessState] = {}
-        for path in self.folder.glob("[!.]*.json"):
-            with suppress(OSError, msgspec.MsgspecError):
-                state = msgspec.json.decode(read_small(path), type=ProcessState)
-                if state.asked_ns == asked_ns:
-                    written[state.lane] = written[state.process] = state
-        seen = {
+        written = self._written(asked_ns)
+        domains = {
             state.process.clock_domain for state in written.values() if state.process is not None
         }
-        role, ranks = self.loop.who.role, {} if self.ranks is None else self.ranks.processes
-        for rank, process in ranks.items():
-            yield written.get(process) or silent(f"{role}_rank{rank}", role, process, seen)
+        role = self.loop.who.role
+        if self.ranks is not None:
+            for rank, process in self.ranks.processes.items():
+                lane = f"{role}_rank{rank}"
+                yield written.get(process) or silent(lane, role, process, domains)
         for call in calls:
-            who, reading = call.worker.identity, call.reply()
+            reading = call.reply()
             if isinstance(reading, WatchReading):
-                who = call.worker.identity = reading.identity
+                call.worker.identity = reading.identity
+            who = call.worker.identity
             answers = call.future.done() or isinstance(call.future, Postponed)
             if "Actor" in type(call.error).__name__:  # Ray's, not one of the method
                 yield ProcessState(who.lane(), who.role, problem=f"is dead: {call.problem()}")
             elif who.lane() in written:
                 yield msgspec.structs.replace(written[who.lane()], answers=answers)
             elif not answers:
-                yield silent(who.lane(), who.role, who, seen)
+                yield silent(who.lane(), who.role, who, domains)
+
+    def _written(self, asked_ns: int) -> dict[object, ProcessState]:
+        """Return what processes wrote about this hang, by lane and by process."""
+        written: dict[object, ProcessState] = {}
+        for path in self.folder.glob("[!.]*.json"):
+            with suppress(OSError, msgspec.MsgspecError):
+                state = msgspec.json.decode(read_small(path), type=ProcessState)
+                if state.asked_ns == asked_ns:
+                    written[state.lane] = written[state.process] = state
+        return written
 
 
 def report_to_rank_0(ranks: Ranks, who: RankUse, sums: StageSums) -> None:

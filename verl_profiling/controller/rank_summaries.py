@@ -27,7 +27,8 @@ MOST_UNREAD = 64
 """Maximum number of a rank's messages that rank 0 has not read; further messages are dropped."""
 
 _COLLECTIVES = "watch/collectives"
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
+_SHORTEST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 1.0
 
 
 class RankSummaries:
@@ -45,21 +46,36 @@ class RankSummaries:
     """
 
     def __init__(self, ranks: Ranks, most: int) -> None:
-        self._ranks, self.leads = ranks, ranks.leads
+        self._ranks = ranks
+        self.leads = ranks.leads
         self._sent = {rank: deque[StepSummary](maxlen=most) for rank in ranks.others}
         self._messages: Counter[int] = Counter()
         self._late: set[int] = set()
         self._ended: set[int] = set()
         self.collectives = False
 
+    def exchanged(self, steps: list[StepSummary], left_s: Callable[[], float]) -> list[StepSummary]:
+        """Return the joined summaries on rank 0; the other ranks send theirs, and keep them.
+
+        Args:
+            steps: The summaries of this rank.
+            left_s: Returns the remaining seconds to wait.
+        """
+        if not self.leads:
+            self.send(steps)
+            return steps
+        self.receive(steps, left_s)
+        return [self.joined(step) for step in steps]
+
     def send(self, summaries: Sequence[StepSummary]) -> None:
         """Send summaries to rank 0; an empty list at the end of training."""
-        rank, number = self._ranks.rank, self._messages[self._ranks.rank]
+        rank = self._ranks.rank
+        number = self._messages[rank]
         try:
-            is_read = (
-                number < MOST_UNREAD or self._ranks.get(_key(rank, number - MOST_UNREAD)) is None
-            )
-            if is_read or not summaries:
+            earlier = None
+            if number >= MOST_UNREAD:
+                earlier = self._ranks.get(_key(rank, number - MOST_UNREAD))
+            if earlier is None or not summaries:  # rank 0 has read it, or must know the end
                 self._ranks.set(_key(rank, number), msgspec.msgpack.encode(summaries))
                 self._messages[rank] += 1
             self.collectives = self._ranks.get(_COLLECTIVES) == b"1"
@@ -87,7 +103,8 @@ class RankSummaries:
             steps: The steps.
             left_s: Returns the remaining seconds to wait.
         """
-        begun_s, pause_s = time.monotonic(), _SHORTEST_PAUSE_S
+        begun_s = time.monotonic()
+        pause_s = _SHORTEST_PAUSE_S
         waited = [rank for rank in self._sent if rank not in self._ended]
         while True:
             for rank in waited:
@@ -102,29 +119,33 @@ class RankSummaries:
             self._late.add(rank)
             logger.warning(
                 "watch: rank %d has sent no step summaries for %.1f s, and is missing in the "
-                "summaries "
-                "until then. Are the settings of watch the same there?",
-                *(rank, time.monotonic() - begun_s),
+                "summaries until then. Are the settings of watch the same there?",
+                rank,
+                time.monotonic() - begun_s,
             )
 
     def joined(self, summary: StepSummary) -> StepSummary:
         """Return rank 0's summary of a step with the processes of the other ranks added."""
-        parts = [(summary, 0)]
+        loop = [*summary.loop]
+        workers = [*summary.workers]
+        later_ns = dict.fromkeys((use.lane for use in (*loop, *workers)), 0)
         for rank, sent in self._sent.items():
-            if summary.step in [one.step for one in sent]:
-                while (one := sent.popleft()).step != summary.step:
-                    pass  # rank 0 had no such step: a loop may restart its step numbers
-                process = self._ranks.processes.get(rank)
-                if process is None or process.clock_domain != clock.domain():
-                    one = replace(one, loop=[replace(use, collectives=None) for use in one.loop])
-                parts.append((one, summary.begin_ns - one.begin_ns))
-        loop = [use for one, _ in parts for use in one.loop]
-        workers = [use for one, _ in parts for use in one.workers]
+            part = _part_of(summary.step, sent)
+            if part is None:
+                continue
+            process = self._ranks.processes.get(rank)
+            if process is None or process.clock_domain != clock.domain():
+                part = replace(part, loop=[replace(use, collectives=None) for use in part.loop])
+            for use in (*part.loop, *part.workers):
+                later_ns[use.lane] = summary.begin_ns - part.begin_ns
+            loop += part.loop
+            workers += part.workers
         # All ranks leave a collective at one time, so these are compared by the clock, before the
         # shift.
-        known = with_lateness(replace(summary, loop=loop, workers=workers))
-        later = {use.lane: later_ns for one, later_ns in parts for use in (*one.loop, *one.workers)}
-        return replace(known, loop=_later(known.loop, later), workers=_later(known.workers, later))
+        joined = with_lateness(replace(summary, loop=loop, workers=workers))
+        return replace(
+            joined, loop=_later(joined.loop, later_ns), workers=_later(joined.workers, later_ns)
+        )
 
     def _lacking(self, steps: Sequence[StepSummary]) -> list[int]:
         """Return the running ranks that have sent neither all of these steps nor a later step."""
@@ -152,6 +173,15 @@ class RankSummaries:
             self._late.add(rank)
 
 
+def _part_of(step: int, sent: deque[StepSummary]) -> StepSummary | None:
+    """Take the summary of a step from those that a rank has sent."""
+    if all(summary.step != step for summary in sent):
+        return None
+    while (summary := sent.popleft()).step != step:
+        pass  # rank 0 had no such step: a loop may restart its step numbers
+    return summary
+
+
 def _key(rank: int, number: int) -> str:
     return f"watch/{rank}/{number}"
 
@@ -160,6 +190,7 @@ def _later(uses: list[RankUse], by_ns: dict[str, int]) -> list[RankUse]:
     """Return copies of the processes, with the runs of their stages shifted by a time per lane."""
     shifted = []
     for use in uses:
-        runs, ns = np.frombuffer(use.runs, np.int64).reshape(-1, 4), by_ns[use.lane]
+        runs = np.frombuffer(use.runs, np.int64).reshape(-1, 4)
+        ns = by_ns[use.lane]
         shifted.append(replace(use, runs=(runs + np.array([0, ns, ns, 0])).tobytes()))
     return shifted

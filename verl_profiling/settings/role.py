@@ -137,7 +137,7 @@ class RoleConfig:
         return replica is None or self.replicas is None or replica in self.replicas
 
 
-def aimed(
+def with_selection(
     selection: CaptureSelection,
     role: str,
     override: RoleOverride,
@@ -169,29 +169,37 @@ def aimed(
         changes["stages"] = selection.stages
         if role == ROLLOUT_ROLE and _ROLLOUT_STAGE not in selection.stages:
             changes["enable"] = False
-    mode = selection.mode or ("discrete" if selection.stages is not None else None)
-    if TRAJECTORIES not in tools or role in (selection.roles or ()):
-        if mode is not None:
-            changes["mode"] = mode
-        if selection.tools is not None:
-            kept = {TRAJECTORIES} & set(tools) - set(selection.tools)
-            changes["tool"] = (*selection.tools, *kept)
+    changes |= _recording(selection, role, tools)
     by_replica = role == ROLLOUT_ROLE and selection.replicas is not None
     if by_replica or selection.ranks is not None:
         select = Selection(roles=select.roles, stages=select.stages)
-        changes |= dict.fromkeys(_DIMENSIONS) | {
-            "ranks": None if by_replica else selection.ranks,
-            "replicas": selection.replicas,
-        }
+        changes |= dict.fromkeys(_DIMENSIONS)
+        changes["ranks"] = None if by_replica else selection.ranks
+        changes["replicas"] = selection.replicas
     return replace(override, **changes), select
 
 
-def choose(own: Coordinates, common: Selection, key: str) -> dict[str, Any]:
+def _recording(selection: CaptureSelection, role: str, tools: tuple[str, ...]) -> dict[str, Any]:
+    """Return the changes of mode and tools; roles with trajectories change only on request."""
+    if TRAJECTORIES in tools and role not in (selection.roles or ()):
+        return {}
+    changes: dict[str, Any] = {}
+    if selection.mode is not None:
+        changes["mode"] = selection.mode
+    elif selection.stages is not None:
+        changes["mode"] = "discrete"
+    if selection.tools is not None:
+        kept = {TRAJECTORIES} & set(tools) - set(selection.tools)
+        changes["tool"] = (*selection.tools, *kept)
+    return changes
+
+
+def choose(override: Coordinates, common: Selection, key: str) -> dict[str, Any]:
     """Return ranks, replicas and coordinates of a role, from its own settings, else from
     ``select``.
 
     Args:
-        own: The role's settings.
+        override: The role's settings.
         common: The settings ``select``.
         key: Key of the role's settings with a dot, for errors.
 
@@ -200,25 +208,22 @@ def choose(own: Coordinates, common: Selection, key: str) -> dict[str, Any]:
     """
 
     def chosen(name: str) -> tuple[Ranks, str]:
-        value = getattr(own, name)
-        return (
-            (value, f"{key}{name}")
-            if value is not None
-            else (getattr(common, name), f"select.{name}")
-        )
+        value = getattr(override, name)
+        if value is not None:
+            return value, f"{key}{name}"
+        return getattr(common, name), f"select.{name}"
 
-    coordinates = {
-        dimension: indices
-        for dimension in _DIMENSIONS
-        if (indices := coordinates_in(*chosen(dimension))) is not None
-    }
+    coordinates = {}
+    for dimension in _DIMENSIONS:
+        indices = coordinates_in(*chosen(dimension))
+        if indices is not None:
+            coordinates[dimension] = indices
     ranks, ranks_key = chosen("ranks")
     if ranks == _ONE_PER_PP_STAGE:
         ranks = None
         coordinates = {name: frozenset({0}) for name in _DIMENSIONS if name != "pp"} | coordinates
-    replicas = parse_ranks(*chosen("replicas"))
     return {
         "ranks": parse_ranks(ranks, ranks_key),
-        "replicas": replicas,
+        "replicas": parse_ranks(*chosen("replicas")),
         "coordinates": coordinates,
     }

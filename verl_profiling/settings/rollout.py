@@ -48,12 +48,10 @@ class RolloutOptions:
         if self.max_window_s is not None or not risky:
             return []
         return [
-            f"rollout.max_window_s is null, and rollout.count is {self.count or 'null'}: a "
-            "small model has "
-            "about 450 events an iteration and rank, with stacks 2,700. Each takes 1.4 kB of "
-            "the engine's "
-            "memory when it stops, and engines were killed by this. Set max_window_s, or a "
-            "lower count"
+            f"rollout.max_window_s is null, and rollout.count is {self.count or 'null'}: a small "
+            "model has about 450 events an iteration and rank, with stacks 2,700. Each takes 1.4 "
+            "kB of the engine's memory when it stops, and engines were killed by this. Set "
+            "max_window_s, or a lower count"
         ]
 
     @property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
 from itertools import count, islice
 
+from verl_profiling.capture_request import CaptureSelection, Trigger
 from verl_profiling.errors import ConfigError
 from verl_profiling.typed_values import NotNegative, Positive
 
@@ -37,6 +39,21 @@ class StepRange:
     first: int
     last: int
     action: Action = Action.RECORD
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The decision to capture one or more steps.
+
+    Attributes:
+        step_range: The steps to capture.
+        trigger: The requester of the capture, and the reason.
+        selection: Overrides of the settings, e.g. other ranks; ``None`` without overrides.
+    """
+
+    step_range: StepRange
+    trigger: Trigger
+    selection: CaptureSelection | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,20 +173,23 @@ def planned_captures(
     warm_ups: list[int] = []
     last = schedule.last_step(steps)
     most = MOST_CAPTURES if last is None else _FAR
-    first = schedule.every or 1 + schedule.skip_first
-    listed = (
-        count(first, schedule.every or 1) if schedule.steps is None else sorted(set(schedule.steps))
+    candidates: Iterable[int] = count(
+        schedule.every or 1 + schedule.skip_first, schedule.every or 1
     )
-    for step in islice(listed, _FAR):
+    if schedule.steps is not None:
+        candidates = sorted(set(schedule.steps))
+    for step in islice(candidates, _FAR):
         if last is not None and step > last:
             return captures, warm_ups, False
-        found = None if captures and step <= captures[-1][1] else schedule.step_range(step)
-        if found is None:
+        if captures and step <= captures[-1][1]:
             continue
-        if found.action is Action.WARMUP:
+        step_range = schedule.step_range(step)
+        if step_range is None:
+            continue
+        if step_range.action is Action.WARMUP:
             warm_ups.append(step)
             continue
         if len(captures) == most:
             return captures, warm_ups, True
-        captures.append((step, found.last if last is None else min(found.last, last)))
+        captures.append((step, step_range.last if last is None else min(step_range.last, last)))
     return captures, warm_ups, schedule.steps is None

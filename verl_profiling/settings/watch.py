@@ -78,10 +78,8 @@ class WatchOptions:
             return ["watch.trigger and watch.sinks have no effect without watch.enable=true"]
         if self.trigger is not None and records_every_step:
             return [
-                "watch.trigger: never requests a capture, as the schedule captures every "
-                "step, and the watch "
-                "does not judge captured steps; set schedule.steps=[] to capture only on "
-                "request, or "
-                "schedule.every"
+                "watch.trigger: never requests a capture, as the schedule captures every step, "
+                "and the watch does not judge captured steps; set schedule.steps=[] to capture "
+                "only on request, or schedule.every"
             ]
         return []

@@ -7,22 +7,20 @@ step by step. The comparison with peers also finds processes that are slow from 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from statistics import median
 
-import msgspec
+from msgspec.structs import replace
 
 from verl_profiling.capture_request import Sign
 from verl_profiling.files.step_summary import RankUse, SpanTotal, StepSummary
-from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.manifest import WEIGHT_SYNC
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.shifts import LEAST_S, MATTERS, Series
 from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.units import byte_size, duration
-from verl_profiling.watch.exposed import alone_ns, standings
-from verl_profiling.watch.span_past import GENERATE, NEWS, SpanKey, SpanPast, by_role, worker_role
+from verl_profiling.watch.span_causes import explained, with_span
+from verl_profiling.watch.span_past import NEWS, SpanKey, SpanPast, by_role, worker_role
 from verl_profiling.watch.suspicion import Suspicion, healthiest
 
 LONG_S, LONG = 30.0, 3.0
@@ -35,9 +33,10 @@ _STEADY = 0.5
 less is a warm-up.
 """
 
-_STEADY_LEAD, _LARGE_LEAD = 0.3, 3.0
+# Of the threshold of a lead: the least in each of five steps, and what three steps suffice for.
+_STEADY_LEAD = 0.3
+_LARGE_LEAD = 3.0
 _BESIDE_THE_WORST = 0.1
-_MOST_SPANS_NAMED = 2
 
 
 class Detector:
@@ -69,6 +68,10 @@ class Detector:
         if summary.captured:
             return None
         slow = self._slow(summary)
+        if slow is not None:
+            slow = explained(
+                slow.with_suspects(summary), summary, self._spans, self._stages.get("")
+            )
         totals = by_role(summary)
         slow_spans = self._spans.join(totals, summary)
         if slow is None and slow_spans:
@@ -78,49 +81,40 @@ class Detector:
                 series.notice()
         return self._leading(slow, summary) or self._growing(summary)
 
-    def is_named(self, found: Suspicion, summary: StepSummary) -> None:
+    def is_named(self, suspicion: Suspicion, summary: StepSummary) -> None:
         """Record the suspects of a suspicion, so that their leads are not detected again."""
         leads = _leads(summary)
-        for who in leads.keys() & {(found.stage, lane) for lane in found.suspects}:
+        for who in leads.keys() & {(suspicion.stage, lane) for lane in suspicion.suspects}:
             self._noticed_leads[who] = leads[who]
 
     def _slow(self, summary: StepSummary) -> Suspicion | None:
         """Return a suspicion if the step, or one of its stages, has become slow."""
-        options, times = self._options, summary.exposed_s
+        options, step, times = self._options, self._step, summary.exposed_s
         self._count(times)
-        step, took = (
-            self._step,
-            summary.seconds - sum(times.get(stage, 0.0) for stage in self._seldom),
-        )
-        amount = step.measure(took, options.slow_step, LEAST_S)
+        seldom_s = sum(times.get(stage, 0.0) for stage in self._seldom)
+        amount = step.measure(summary.seconds - seldom_s, options.slow_step, LEAST_S)
         matters_s = max(MATTERS * step.past.usual, LEAST_S)
-        every = {stage: self._stages[stage] for stage in times}
+        stages = {stage: self._stages[stage] for stage in times}
         amounts = {
-            stage: one.measure(times[stage], options.slow_stage, matters_s)
-            for stage, one in every.items()
+            stage: series.measure(times[stage], options.slow_stage, matters_s)
+            for stage, series in stages.items()
         }
-        # Several roles that are slow at once may be a busy host.
         slow_s = {
-            stage: one.excess for stage, one in every.items() if amounts[stage] > 0 or one.score
+            stage: series.excess
+            for stage, series in stages.items()
+            if amounts[stage] > 0 or series.score
         }
-        enough_s = _BESIDE_THE_WORST * max(slow_s.values(), default=0.0)
-        roles = {row.role for row in summary.exposed if slow_s.get(row.name, -1.0) >= enough_s}
-        among = min(max(1, len(roles)), 3)
+        among = _slow_roles(summary, slow_s)
         is_slow_step = step.add(amount / among)
-        news = [stage for stage, one in every.items() if one.add(amounts[stage] / among)]
-        usual_stages = {stage: one for stage, one in every.items() if stage not in self._seldom}
-        if not news and not is_slow_step:
-            if not self._is_long():
-                return None
-            return msgspec.structs.replace(self._slow_step(usual_stages, summary), is_over=True)
-        worst = max(news, key=lambda stage: every[stage].excess, default=None)
-        if worst is not None and not (is_slow_step and every[worst].excess < step.excess / 2):
-            where = f"stage {worst}" if worst else "the time in no stage"
-            took_what = (
-                f"step {summary.step}: {where} took {duration(every[worst].value)} of the step, "
-            )
-            return self._suspicion("slow_stage", worst, every[worst], summary, took_what)
-        return self._slow_step(usual_stages, summary)
+        news = [stage for stage, series in stages.items() if series.add(amounts[stage] / among)]
+        worst = max(news, key=lambda stage: stages[stage].excess, default=None)
+        if worst is not None and not (is_slow_step and stages[worst].excess < step.excess / 2):
+            return self._slow_stage(worst, summary)
+        if is_slow_step:
+            return self._slow_step(times, summary)
+        if self._is_long():
+            return replace(self._slow_step(times, summary), is_over=True)
+        return None
 
     def _count(self, times: Mapping[str, float]) -> None:
         """Count the stages that run in a step; those of less than half of the steps are seldom."""
@@ -139,24 +133,32 @@ class Detector:
         since, self._since_long = self._since_long, 1 if is_long else self._since_long + 1
         return is_long and since >= self._options.window
 
-    def _slow_step(self, stages: Mapping[str, Series], summary: StepSummary) -> Suspicion:
+    def _slow_stage(self, stage: str, summary: StepSummary) -> Suspicion:
+        """Return the suspicion of a slow stage; an empty name is the time in no stage."""
+        series = self._stages[stage]
+        where = f"stage {stage}" if stage else "the time in no stage"
+        took = f"step {summary.step}: {where} took {duration(series.value)} of the step, "
+        return self._suspicion("slow_stage", stage, series, summary, took)
+
+    def _slow_step(self, times: Iterable[str], summary: StepSummary) -> Suspicion:
         """Return the suspicion of a slow step, in the stage that grew most."""
-        step = self._step
-        most = max(stages, key=lambda stage: stages[stage].excess, default="")
-        where = f"stage {most}" if most else "no stage"
-        grown_s = stages[most].excess if stages else 0.0
-        grew = f", by {duration(grown_s)} in {where}" if grown_s > 0 else ""
-        took_what = f"step {summary.step} took {duration(step.value)}{grew}: "
-        return self._suspicion("slow_step", most, step, summary, took_what)
+        grown_s = {
+            stage: self._stages[stage].excess for stage in times if stage not in self._seldom
+        }
+        most = max(grown_s, key=grown_s.__getitem__, default="")
+        took = f"step {summary.step} took {duration(self._step.value)}"
+        if grown_s.get(most, 0.0) > 0:
+            took += f", by {duration(grown_s[most])} in {f'stage {most}' if most else 'no stage'}"
+        return self._suspicion("slow_step", most, self._step, summary, f"{took}: ")
 
     def _suspicion(
         self, sign: Sign, stage: str, series: Series, summary: StepSummary, took: str
     ) -> Suspicion:
         usual = series.past.usual
-        times = (
-            f"{series.value / usual:.1f} times the median" if usual > 0 else "and the median was 0"
-        )
-        found = Suspicion(
+        times = "and the median was 0"
+        if usual > 0:
+            times = f"{series.value / usual:.1f} times the median"
+        return Suspicion(
             noticed=summary.step,
             sign=sign,
             stage=stage,
@@ -164,9 +166,6 @@ class Detector:
             median=usual,
             history=[*series.past.before, series.value],
             reason=f"{took}{times} of {len(series.past.before)} steps before",
-        )
-        return (
-            found if sign == "slow_span" else self._explained(found.with_suspects(summary), summary)
         )
 
     def _leading(self, slow: Suspicion | None, summary: StepSummary) -> Suspicion | None:
@@ -176,85 +175,27 @@ class Detector:
         For a lead of three times the threshold, three steps in a row are enough. A larger lead is
         detected again. Slow stages go first, and their suspects count as detected.
         """
-        least, found = self._options.leader, slow
+        least = self._options.leader
         if least is None:
             return slow
         leads = _leads(summary)
+        leading = None
         for who in {*self._leads, *leads}:
             stage, lane = who
             shares = self._leads.setdefault(who, deque(maxlen=self._options.window))
             shares.append(leads.get(who, 0.0))
-            latest = [*[0.0] * 7, *shares]
-            steady = median(latest[-5:]) if min(latest[-5:]) >= _STEADY_LEAD * least else 0.0
-            lasting = max(steady, min(latest[-7::2]), min(latest[-3:]) / _LARGE_LEAD)
             if max(shares) < least:
                 self._leads.pop(who)
                 self._noticed_leads.pop(who, None)
             elif slow is not None and stage == slow.stage and lane in slow.suspects:
                 self._noticed_leads[who] = max(self._noticed_leads[who], shares[-1])
-            elif found is None and lasting >= max(least, NEWS * self._noticed_leads[who]):
-                self._noticed_leads[who] = max(latest[-5:])
-                longer = duration(shares[-1] * summary.duration_ns / 1e9)
-                found = Suspicion(
-                    noticed=summary.step,
-                    sign="leader",
-                    stage=stage,
-                    value=shares[-1],
-                    median=median(shares),
-                    history=list(shares),
-                    reason=f"step {summary.step}: {lane} was in stage {stage} "
-                    f"{longer} longer than its "
-                    f"peers ({shares[-1]:.0%} of the step), as in most recent steps",
-                ).with_suspects(summary)
-                found = msgspec.structs.replace(found, reason="; ".join([found.reason, *found.who]))
-        return found
+            elif slow is None and leading is None and self._is_news(who, shares, least):
+                self._noticed_leads[who] = max([*shares][-5:])
+                leading = _leader(stage, lane, shares, summary)
+        return slow or leading
 
-    def _explained(self, found: Suspicion, summary: StepSummary) -> Suspicion:
-        """Return the suspicion, with the spans in its reason that grew along with its stage,
-        or the loop.
-        """
-        totals = by_role(summary)
-        grown = self._grown(found, totals, summary)
-        named = [*grown.values()][:_MOST_SPANS_NAMED]
-        if grown:
-            named += self._spans.longer(totals)
-            found = _by_growth(found, summary, [*grown], totals)
-        own = self._stages.get("")
-        if (
-            own
-            and not (found.stage or named)
-            and 2e-9 * alone_ns(summary) >= own.value + own.past.usual
-        ):
-            named = ["meanwhile no process was in a stage, so the loop's own code took the time"]
-            found = msgspec.structs.replace(found, suspects=[one.lane for one in summary.loop][:1])
-        return msgspec.structs.replace(found, reason="; ".join([found.reason, *found.who, *named]))
-
-    def _grown(
-        self, found: Suspicion, totals: dict[SpanKey, SpanTotal], summary: StepSummary
-    ) -> dict[SpanKey, str]:
-        """Return the spans that grew by at least half of the excess, of roles that worked in the
-        stage.
-
-        Roles without stages count if only engines, the loop or other roles with spans worked. A
-        trajectory is returned only if none of its spans is. In a weight sync, a generation counts
-        only if it ran there.
-        """
-        excess_ns = (found.value - found.median) * 1e9
-        working = standings(summary).get(found.stage, [])
-        at_work = {lane for standing in working for lane in standing.lanes}
-        ran = {name for standing in working for name in standing.ran}
-        busy = [use for use in summary.processes if use.lane in at_work]
-        waits = all(
-            use.has_spans or use in summary.loop or use.role == ROLLOUT_ROLE for use in busy
-        )
-        roles = {use.role for use in (summary.processes if waits else busy)}
-        grown = {
-            (role, name): sentence
-            for (role, name), sentence in self._spans.grown(totals, excess_ns / 2).items()
-            if role in roles
-            and (found.stage != WEIGHT_SYNC or name in ran or name.startswith(WEIGHT_SYNC))
-        }
-        return {key: grown[key] for key in grown if key[1] != TRAJECTORY} or grown
+    def _is_news(self, who: tuple[str, str], shares: Iterable[float], least: float) -> bool:
+        return _lasting(shares, least) >= max(least, NEWS * self._noticed_leads[who])
 
     def _slow_span(
         self, slow: list[SpanKey], totals: Mapping[SpanKey, SpanTotal], summary: StepSummary
@@ -267,15 +208,13 @@ class Detector:
         key = max(doing, key=lambda key: every[key].excess * totals[key].runs)
         (role, name), series = key, every[key]
         took = f"step {summary.step}: {name} of {role} took {duration(series.value)} a call, "
-        found = self._suspicion("slow_span", "", series, summary, took)
-        lanes = [use.lane for use in summary.workers if use.role == worker_role(name)] or [
-            use.lane
-            for use in summary.workers
-            if use.role == role and any(total.name == name for total in use.spans)
-        ]
-        return _with_span(
-            msgspec.structs.replace(found, span=name, everyone=lanes), summary, role, name
-        )
+        suspicion = self._suspicion("slow_span", "", series, summary, took)
+        workers = [use for use in summary.workers if use.role == worker_role(name)]
+        if not workers:
+            workers = [use for use in summary.workers if use.role == role and _has(use, name)]
+        everyone = [use.lane for use in workers]
+        suspicion = replace(suspicion, span=name, everyone=everyone)
+        return with_span(suspicion, summary, role, name)
 
     def _growing(self, summary: StepSummary) -> Suspicion | None:
         """Return a suspicion if memory grew at every reading of a window and does not level off.
@@ -284,26 +223,12 @@ class Detector:
         in several processes of a role is one suspicion, because they run the same code.
         """
         least, window = self._options.memory, self._options.window
-        grown: list[tuple[float, RankUse]] = []
-        for use in summary.processes:
-            held = self._held.setdefault(use.lane, deque(maxlen=window + 1))
-            size = use.held_bytes or (held[-1] if held else 0)
-            if use.held_bytes and held and size <= held[-1]:
-                held.clear()
-            held.append(size)
-            first, half = held[0], held[len(held) // 2]
-            if (
-                least is None
-                or not first
-                or len(held) <= window
-                or len({*held}) <= max(2, window // 4)
-            ):
-                continue
-            if size / first - 1 >= least and size - half >= _STEADY * (half - first):
-                grown.append((size / first - 1, use))
-        if not grown:
+        if least is None:
             return None
-        share, most = max(grown, key=lambda each: each[0])
+        shares = {use.lane: self._growth(use) for use in summary.processes}
+        most = max(summary.processes, key=lambda use: shares[use.lane], default=None)
+        if most is None or shares[most.lane] < least:
+            return None
         history = [*dict.fromkeys(self._held[most.lane])]
         alike = [use.lane for use in summary.processes if use.role == most.role]
         growth = {lane: self._held[lane][-1] - self._held[lane][0] for lane in alike}
@@ -318,57 +243,66 @@ class Detector:
             median=median(history[:-1]),
             history=list(map(float, history)),
             reason=f"step {summary.step}: {most.lane} has {byte_size(history[-1])}, "
-            f"{share:.0%} more than "
-            f"{window} steps before, and grew at each of the {len(history) - 1} readings since",
+            f"{shares[most.lane]:.0%} more than {window} steps before, and grew at each of the "
+            f"{len(history) - 1} readings since",
         )
 
+    def _growth(self, use: RankUse) -> float:
+        """Return the growth of a process over the window, as a share; 0 for other memory."""
+        window = self._options.window
+        held = self._held.setdefault(use.lane, deque(maxlen=window + 1))
+        size = use.held_bytes or (held[-1] if held else 0)
+        if use.held_bytes and held and size <= held[-1]:
+            held.clear()
+        held.append(size)
+        first, half = held[0], held[len(held) // 2]
+        has_readings = len({*held}) > max(2, window // 4)
+        is_steady = size - half >= _STEADY * (half - first)
+        if first and len(held) > window and has_readings and is_steady:
+            return size / first - 1
+        return 0.0
 
-def _by_growth(
-    found: Suspicion,
-    summary: StepSummary,
-    grown: list[SpanKey],
-    totals: Mapping[SpanKey, SpanTotal],
-) -> Suspicion:
-    """Return the suspicion with the processes that do the work of the grown spans as first
-    suspects.
 
-    Agent loops wait for the process that does the work of a span, if it has one of that name.
+def _lasting(shares: Iterable[float], least: float) -> float:
+    """Return the lead that a process keeps: the median of five steps, the least of every second
+    one of seven, or a third of the least of three.
     """
-    name = GENERATE if grown[0][1] == TRAJECTORY else grown[0][1]
-    doing = [key for key in grown if key[1] == name and (key[0], TRAJECTORY) not in totals]
-    first = {use.lane for use in summary.workers if use.role == worker_role(name)}
-    suspects = sorted(found.suspects, key=lambda lane: lane not in first)
-    found = msgspec.structs.replace(found, suspects=suspects)
-    if doing or {*suspects} <= {use.lane for use in summary.loop}:
-        return _with_span(found, summary, *[*doing, *grown][0])
-    return found
+    latest = [*[0.0] * 7, *shares]
+    steady = median(latest[-5:]) if min(latest[-5:]) >= _STEADY_LEAD * least else 0.0
+    return max(steady, min(latest[-7::2]), min(latest[-3:]) / _LARGE_LEAD)
 
 
-def _with_span(found: Suspicion, summary: StepSummary, role: str, span: str) -> Suspicion:
-    """Return the suspicion with the process of a grown span as first suspect, without the loop if
-    it waits.
+def _leader(stage: str, lane: str, shares: Sequence[float], summary: StepSummary) -> Suspicion:
+    """Return the suspicion of a process that leads in a stage, by these shares of the steps."""
+    longer = duration(shares[-1] * summary.duration_ns / 1e9)
+    suspicion = Suspicion(
+        noticed=summary.step,
+        sign="leader",
+        stage=stage,
+        value=shares[-1],
+        median=median(shares),
+        history=list(shares),
+        reason=f"step {summary.step}: {lane} was in stage {stage} {longer} longer than its peers "
+        f"({shares[-1]:.0%} of the step), as in most recent steps",
+    ).with_suspects(summary)
+    reason = "; ".join([suspicion.reason, *suspicion.who])
+    return replace(suspicion, reason=reason)
 
-    Calls take longer in that process than in other processes of the role. An agent loop's
-    ``generate`` and whole trajectories do not count, because an agent loop waits in them.
+
+def _has(use: RankUse, span: str) -> bool:
+    return any(total.name == span for total in use.spans)
+
+
+def _slow_roles(summary: StepSummary, slow_s: Mapping[str, float]) -> int:
+    """Return how many roles are slow at once, 1 to 3; several may be a busy host.
+
+    Args:
+        summary: The step.
+        slow_s: The excess of each slow stage (s).
     """
-    took = {
-        one.lane: total.duration_ns / max(total.runs, 1)
-        for one in summary.workers
-        if one.role == role
-        for total in one.spans
-        if total.name == span
-    }
-    first, *others = sorted(took, key=took.__getitem__, reverse=True) or [""]
-    is_known = first and (not others or took[first] >= NEWS * median(took[lane] for lane in others))
-    is_wait = span == TRAJECTORY or (span == GENERATE and role != ROLLOUT_ROLE)
-    named = [first] if is_known and not is_wait else []
-    known = {*named, *(one.lane for one in summary.loop if one.role != role)}
-    return msgspec.structs.replace(
-        found,
-        suspects=[*named, *(lane for lane in found.suspects if lane not in known)],
-        peers=[*(healthiest(took, named) if named else []), *found.peers],
-        ran=found.ran if any(one.stages for one in summary.workers if one.lane in named) else [],
-    )
+    enough_s = _BESIDE_THE_WORST * max(slow_s.values(), default=0.0)
+    roles = {row.role for row in summary.exposed if slow_s.get(row.name, -1.0) >= enough_s}
+    return min(max(1, len(roles)), 3)
 
 
 def _leads(summary: StepSummary) -> dict[tuple[str, str], float]:

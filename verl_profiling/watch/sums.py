@@ -123,9 +123,7 @@ def process_memory() -> tuple[int, int]:
     torch = sys.modules.get("torch")
     for name in _DEVICES:
         device = getattr(torch, name, None)
-        with suppress(
-            Exception
-        ):  # another torch, or a failed device, which training reports itself
+        with suppress(Exception):  # another torch, or a failed device; training reports it
             if device is not None and device.is_initialized():
                 allocated = device.memory.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
                 return allocated["peak"], allocated["current"]
@@ -193,38 +191,51 @@ class StageSums:
         now_ns = clock.now_ns() - ahead_ns
         self._since_ns = min(self._since_ns, now_ns + ahead_ns)  # the clock may be set back
         runs: list[dict[str, list[Period]]] = [{} for _ in steps]
-        memory: list[tuple[int, int]] = [(0, 0)] * len(steps)
-        first_ns = steps[0][0] + ahead_ns if steps else now_ns
+        memory = self._ended_in(steps, ahead_ns, runs)
+        for stage in list(self.open.values()):
+            _divide(runs, stage.name, stage.begin_ns - ahead_ns, now_ns, steps, is_open=True)
+        totals = self.spans.of_steps(steps, ahead_ns)
+        entered = collectives_in(steps, ahead_ns) if collectives else [None] * len(steps)
+        uses: list[RankUse | None] = []
+        for at, (_, end_ns) in enumerate(steps):
+            if end_ns < self._since_ns - ahead_ns:
+                uses.append(None)
+                continue
+            stages, packed = packed_stages(runs[at])
+            peak, held = memory[at]
+            is_last = at == len(steps) - 1
+            use = msgspec.structs.replace(
+                who,
+                stages=stages,
+                runs=packed,
+                peak_bytes=peak or None,
+                held_bytes=held or None,
+                spans=totals[at],
+                collectives=entered[at],
+                counts={**self.spans.counts} or None if is_last else None,
+            )
+            uses.append(use)
+        return uses
+
+    def _ended_in(
+        self, steps: Sequence[Period], ahead_ns: int, runs: list[dict[str, list[Period]]]
+    ) -> list[tuple[int, int]]:
+        """Add the ended stages to the runs of each step; return its peak and last memory."""
+        memory = [(0, 0)] * len(steps)
+        first_ns = steps[0][0] + ahead_ns if steps else clock.now_ns()
         while self._ended and self._ended[0][2] < first_ns - _SLACK_NS:
             self._ended.popleft()  # no earlier steps are requested any more
         for name, begin_ns, end_ns, peak, held in reversed(list(self._ended)):
             at = _divide(runs, name, begin_ns - ahead_ns, end_ns - ahead_ns, steps)
             if peak and at is not None:
                 memory[at] = max(peak, memory[at][0]), memory[at][1] or held
-        for stage in list(self.open.values()):
-            _divide(runs, stage.name, stage.begin_ns - ahead_ns, now_ns, steps, is_open=True)
-        totals = self.spans.of_steps(steps, ahead_ns)
-        entered = collectives_in(steps, ahead_ns) if collectives else [None] * len(steps)
-        return [
-            msgspec.structs.replace(
-                who,
-                stages=names,
-                runs=rows,
-                peak_bytes=memory[at][0] or None,
-                held_bytes=memory[at][1] or None,
-                spans=totals[at],
-                collectives=entered[at],
-                counts={**self.spans.counts} or None if at == len(steps) - 1 else None,
-            )
-            if steps[at][1] >= self._since_ns - ahead_ns
-            else None
-            for at, (names, rows) in enumerate(map(packed_stages, runs))
-        ]
+        return memory
 
     def read(self, identity: WorkerIdentity, question: WatchQuestion) -> WatchReading:
         """Return the reply of a worker of this process to a request of the watch."""
         clock.follow()
-        received_ns, steps = clock.now_ns(), None
+        received_ns = clock.now_ns()
+        steps = None
         ahead_ns = question.offsets_ns.get(identity.clock_domain)
         if ahead_ns is not None:
             lane, replica = identity.lane(), identity.replica
@@ -258,13 +269,17 @@ def _divide(
         first_ns, last_ns = max(first_ns, begin_ns), min(last_ns, end_ns)
         least_ns = step_ns if is_open else min(end_ns - begin_ns, _SMALL_PART * step_ns)
         if first_ns <= last_ns and _SMALL_PART * (last_ns - first_ns) >= least_ns:
-            of_step, last = runs[at], at
-            shown = name
-            if shown not in of_step:
-                shown = name[:_LONGEST_NAME].replace("\n", " ")
-                shown = shown if shown in of_step or len(of_step) < MOST_NAMES else OTHERS
-            of_step.setdefault(shown, []).append((first_ns, last_ns))
+            runs[at].setdefault(_name_in(runs[at], name), []).append((first_ns, last_ns))
+            last = at
     return last
+
+
+def _name_in(stages: Mapping[str, object], name: str) -> str:
+    """Return a name as it is shown; beyond the maximum number of names, ``OTHERS``."""
+    if name in stages:
+        return name
+    shown = name[:_LONGEST_NAME].replace("\n", " ")
+    return shown if shown in stages or len(stages) < MOST_NAMES else OTHERS
 
 
 def packed_stages(stages: Mapping[str, Sequence[Period]]) -> tuple[str, bytes]:
@@ -301,8 +316,8 @@ def _shown(name: str) -> str:
 
 
 def _add(sums: _Sums, name: str, numbers: list[int]) -> None:
-    known = _sums_of(sums, name)
-    known[:] = [one + other for one, other in zip(known, numbers, strict=True)]
+    total = _sums_of(sums, name)
+    total[:] = [sum(pair) for pair in zip(total, numbers, strict=True)]
 
 
 class SpanSums:
@@ -316,9 +331,8 @@ class SpanSums:
         self.counts: dict[str, float] = {}
         self._slices: dict[int, _Sums] = {}
         self._slice_ns = _SHORTEST_SLICE_NS
-        self._lock = (
-            threading.RLock()
-        )  # reentrant: the garbage collector may end a span under the lock
+        # Reentrant: the garbage collector may end a span under the lock.
+        self._lock = threading.RLock()
 
     def count(self, name: str, value: float) -> None:
         """Keep the value of a counter, of the first :data:`MOST_NAMES` counters."""
@@ -366,7 +380,7 @@ class SpanSums:
             steps: Begin and end of each step, in order, on the clock of the loop's process.
             ahead_ns: Clock offset: this process's clock minus the loop's.
         """
-        found: list[_Sums] = [{} for _ in steps]
+        of_steps: list[_Sums] = [{} for _ in steps]
         with self._lock:
             slices, self._slices = self._slices, {}  # garbage collection may add a pause meanwhile
             for number, sums in slices.items():
@@ -377,11 +391,11 @@ class SpanSums:
                 at = bisect_right(steps, middle_ns, key=_begin_of) - 1
                 if at >= 0 and middle_ns <= steps[at][1]:
                     for name, numbers in sums.items():
-                        _add(found[at], _shown(name), numbers)
+                        _add(of_steps[at], _shown(name), numbers)
             if not self._slices:
                 self._slice_ns = _SHORTEST_SLICE_NS
         return [
-            tuple(SpanTotal(name, *numbers) for name, numbers in totals.items()) for totals in found
+            tuple(SpanTotal(name, *numbers) for name, numbers in sums.items()) for sums in of_steps
         ]
 
     def _join(self) -> None:
@@ -412,9 +426,8 @@ class Busy:
         self.name = name
         self._running = 0
         self._stage: Begun | None = None
-        self._lock = (
-            threading.RLock()
-        )  # reentrant: garbage collection may end a request under the lock
+        # Reentrant: the garbage collector may end a request under the lock.
+        self._lock = threading.RLock()
 
     def __enter__(self) -> None:
         with self._lock:

@@ -88,7 +88,7 @@ class AsyncTrainerProfiler(Profiler):
         """Record the end of the step when its timer ends."""
         super().ends(name)
         if name == _STEP:
-            self._is_over = self._version() == self._step if self._by_version else True
+            self._is_over = not self._by_version or self._version() == self._step
             if self._is_over:
                 self._callback.on_stages_end()
 
@@ -97,15 +97,18 @@ class AsyncTrainerProfiler(Profiler):
         step = self._version() + 1 if self._by_version else self.trainer.global_steps
         if step == self._step:
             return False
-        self._step, self._is_over = step, False
-        self._policy_version, self._batch_version = step - 1, self._generated_by
+        self._step = step
+        self._is_over = False
+        self._policy_version = step - 1
+        self._batch_version = self._generated_by
         await self._callback.on_step_begin(step, step - 1)
         await self._callback.on_rollout_begin(in_background=True)
         return True
 
     def no_step(self) -> None:
         """Discard a step without a batch in the watch."""
-        if (watch := self._callback.watch) is not None:
+        watch = self._callback.watch
+        if watch is not None:
             watch.no_step()
 
     async def step_ends(self) -> None:
@@ -169,7 +172,8 @@ async def _around_generation(
 
 
 async def _behind_step(validate: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    if (profiler := async_profiler(self)) is not None:
+    profiler = async_profiler(self)
+    if profiler is not None:
         await profiler.step_ends()
     return await validate(self, *args, **kwargs)
 
@@ -219,7 +223,8 @@ async def _counted(get_statistics: Callable[..., Any], self: Any) -> Any:
     """Record the rollouter's counts of its queue and its samples."""
     statistics = await get_statistics(self)
     for name, counter in _COUNTS.items():
-        if isinstance(value := statistics.get(name), int):
+        value = statistics.get(name)
+        if isinstance(value, int):
             count(counter, value)
     return statistics
 
@@ -240,14 +245,13 @@ async def _resuming(reset_staleness: Callable[..., Any], self: Any) -> Any:
 def note_pause(rollouter: Any, pauses: bool) -> None:
     """Begin or end the span of a pause, in which the rollouter starts no new samples."""
     pause: Span | None = getattr(rollouter, _PAUSE, None)
-    if pauses and not getattr(
-        pause, "begin_ns", 0
-    ):  # none, or one that began while nothing recorded
-        why = {
-            "staleness_samples": rollouter.staleness_samples,
-            "most": rollouter.max_required_samples,
-        }
-        pause = span("pause", **why)
+    # A pause without a begin began while nothing was recorded.
+    if pauses and not getattr(pause, "begin_ns", 0):
+        pause = span(
+            "pause",
+            staleness_samples=rollouter.staleness_samples,
+            most=rollouter.max_required_samples,
+        )
         pause.__enter__()
         setattr(rollouter, _PAUSE, pause)
     elif not pauses and pause is not None:
@@ -274,10 +278,10 @@ applied when a class is created.
 
 def _check(class_name: str, methods: Iterable[str], module: Any) -> None:
     """Report coroutines that a class does not have."""
-    found = getattr(module, class_name)
+    owner = getattr(module, class_name)
     for name in methods:
-        if not inspect.iscoroutinefunction(getattr(found, name, None)):
-            missing(found, name)
+        if not inspect.iscoroutinefunction(getattr(owner, name, None)):
+            missing(owner, name)
 
 
 check_one_step_off = partial(

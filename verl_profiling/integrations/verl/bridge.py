@@ -11,10 +11,11 @@ import dataclasses
 import logging
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl_profiling.capture_request import Ranks
 from verl_profiling.engines import adapter_named
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE
@@ -92,10 +93,8 @@ def settings_of(config: Any) -> ProfilingConfig | None:
             raise ConfigError(
                 "profiling",
                 f"is the text {given!r}, as Hydra found no such config group; write "
-                "+profiling=e2e (or "
-                f"{', '.join(_GROUPS)}), with verl_profiling installed where the command "
-                "runs, or with "
-                "'hydra.searchpath=[pkg://verl_profiling.conf]'",
+                f"+profiling=e2e (or {', '.join(_GROUPS)}), with verl_profiling installed where "
+                "the command runs, or with 'hydra.searchpath=[pkg://verl_profiling.conf]'",
             )
         settings = settings_from_verl(config)
         config.global_profiler.steps = None
@@ -104,11 +103,9 @@ def settings_of(config: Any) -> ProfilingConfig | None:
         if settings.enable and steps:
             raise ConfigError(
                 "profiling",
-                "verl's own profiler is switched on too "
-                f"(global_profiler.steps={list(steps)}), and two "
-                "profilers in one process destroy each other's recordings; set "
-                "global_profiler.steps=null, "
-                "or +profiling=verl to have its settings used here",
+                f"verl's own profiler is switched on too (global_profiler.steps={list(steps)}), "
+                "and two profilers in one process destroy each other's recordings; set "
+                "global_profiler.steps=null, or +profiling=verl to have its settings used here",
             )
     if not settings.enable:
         return None
@@ -161,11 +158,9 @@ def why_nothing(config: Any) -> str:
     given = config.get("profiling")
     if isinstance(given, Mapping) and given and "enable" not in given:
         return (
-            f"profiling has settings ({', '.join(map(str, given))}) without enable; if a "
-            "config group was "
-            "chosen (profiling=verl), this block replaced it. Set profiling.enable=true, or "
-            "remove the block "
-            "where it is defined"
+            f"profiling has settings ({', '.join(map(str, given))}) without enable; if a config "
+            "group was chosen (profiling=verl), this block replaced it. Set "
+            "profiling.enable=true, or remove the block where it is defined"
         )
     if given == "verl":
         named = config.global_profiler.get("steps")
@@ -258,35 +253,35 @@ def _bridged(config: Any, notes: list[str]) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     common = OmegaConf.to_container(config.global_profiler, resolve=True)
-    blocks = {
-        role: OmegaConf.to_container(given, resolve=True)
-        for role, path in _BLOCKS.items()
-        if (given := OmegaConf.select(config, path)) is not None and plays(config, role)
-    }
-    steps = list(common.get("steps") or ())
+    blocks: dict[str, dict[str, Any]] = {}
+    for role, path in _BLOCKS.items():
+        given = OmegaConf.select(config, path)
+        if given is not None and plays(config, role):
+            blocks[role] = OmegaConf.to_container(given, resolve=True)
     if common.get("relocate_results"):
         notes.append(f"global_profiler.relocate_results: {_ALWAYS}")
-    rollout = blocks.get(ROLLOUT_ROLE, {})
-    window = (rollout.get("tool_config") or {}).get(rollout.get("tool")) or {}
-    start, end = window.get("profile_token_start") or 0, window.get("profile_token_end")
-    return {
-        "enable": bool(steps) and any(block.get("enable") for block in blocks.values()),
-        "tool": _tool("global_profiler.tool", common.get("tool") or "torch") if steps else "torch",
+    settings = {
+        "enable": False,
         "save_path": common["save_path"],
-        "schedule": {"steps": steps, "continuous": bool(common["profile_continuous_steps"])}
-        if steps
-        else {},
         "roles": {
             role: _role(config, role, block, common, notes) for role, block in blocks.items()
         },
-        # verl calls engine iterations response tokens.
-        "rollout": {
-            "start": start,
-            "count": None if end is None else end - start,
-            "max_window_s": None,
-        },
+        "rollout": _window(blocks.get(ROLLOUT_ROLE, {})),
         "after": _finish_commands(blocks),
     }
+    if steps := list(common.get("steps") or ()):
+        settings["enable"] = any(block.get("enable") for block in blocks.values())
+        settings["tool"] = _tool("global_profiler.tool", common.get("tool") or "torch")
+        continuous = bool(common["profile_continuous_steps"])
+        settings["schedule"] = {"steps": steps, "continuous": continuous}
+    return settings
+
+
+def _window(rollout: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the window of engine iterations, which verl calls response tokens."""
+    window = (rollout.get("tool_config") or {}).get(rollout.get("tool")) or {}
+    start, end = window.get("profile_token_start") or 0, window.get("profile_token_end")
+    return {"start": start, "count": None if end is None else end - start, "max_window_s": None}
 
 
 def _role(
@@ -296,20 +291,14 @@ def _role(
     if not block.get("enable"):
         return {"enable": False}
     where, rollout = _BLOCKS[role], config.actor_rollout_ref.rollout
+    is_rollout = role == ROLLOUT_ROLE
     tool = _tool(f"{where}.tool", block.get("tool"))
-    # A role inherits from global_profiler, and the rollout's finish hook from the actor's.
-    parents = [
-        common,
-        config.actor_rollout_ref.actor.get("profiler") if role == ROLLOUT_ROLE else None,
-    ]
-    for names, roles, why in _WITHOUT_COUNTERPART:
-        for field in (name.replace("*", tool) for name in names):
-            used = role in roles and (not field.startswith("tool_config.") or f".{tool}." in field)
-            inherited = [_DEFAULTS.get(field), *(_at(parent, field) for parent in parents)]
-            if used and (value := _at(block, field)) and value not in inherited:
-                notes.append(f"{where}.{field.removesuffix('.active')}: {why}")
+    parents = [common]
+    if is_rollout:  # verl gives it the actor's finish hook
+        parents.append(config.actor_rollout_ref.actor.get("profiler"))
+    notes += _notes_on_unused(role, tool, block, parents)
     of_engines = "npu" if _device(config) == "npu" else "torch"
-    if role == ROLLOUT_ROLE and tool != of_engines:
+    if is_rollout and tool != of_engines:
         notes.append(
             f"{where}.tool={tool}: rollout engines record only with {of_engines}, so the "
             "rollout is not"
@@ -317,27 +306,67 @@ def _role(
         return {"enable": False}
     given = (block.get("tool_config") or {}).get(tool) or {}
     options = _options(tool, given)
-    if role == ROLLOUT_ROLE:
-        if options.pop("activities", None):
+    if is_rollout:
+        if options.get("activities"):
             notes.append(f"{where}.tool_config.{tool}.contents: engines record all activities")
-        options.pop("mini_batches", None)
-        if tool == "npu":  # as verl passes them on to engines
-            contents = given.get("contents") or ()
-            options["stack"] = options["modules"] = not {"stack", "module"}.isdisjoint(contents)
-        if rollout.name in _ENGINES:
-            allowed = adapter_named(rollout.name).profilers[tool]
-            options |= {name: values[-1] for name, values in allowed.items() if name in options}
+        options = _engine_options(options, given, tool, rollout.name)
     elif tool == "torch_memory":
         options["oom_folder"] = str(Path(common["save_path"], "oom").absolute())
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "tool": tool,
         "mode": "discrete" if given.get("discrete") else "e2e",
         "tools": {tool: options},
     }
     if not block.get("all_ranks"):
-        replica = math.prod(rollout.get(size) or 1 for size in _REPLICA_SIZES)
-        found["ranks"] = list(block.get("ranks") or range(replica if role == ROLLOUT_ROLE else 1))
-    return found
+        settings["ranks"] = list(block.get("ranks") or _default_ranks(role, rollout))
+    return settings
+
+
+def _default_ranks(role: str, rollout: Any) -> range:
+    """Return verl's default: rank 0 of a role, and all ranks of the first rollout replica."""
+    sizes = _REPLICA_SIZES if role == ROLLOUT_ROLE else ()
+    return range(math.prod(rollout.get(size) or 1 for size in sizes))
+
+
+def _notes_on_unused(
+    role: str, tool: str, block: Mapping[str, Any], parents: list[Any]
+) -> Iterator[str]:
+    """Yield a sentence for each field of a block that is set there, and has no counterpart.
+
+    Args:
+        role: The role.
+        tool: Its tool; the options of other tools are ignored by verl too.
+        block: The block.
+        parents: The blocks from which verl fills this one.
+    """
+    for names, roles, why in _WITHOUT_COUNTERPART:
+        for name in names:
+            field = name.replace("*", tool)
+            is_other_tool = field.startswith("tool_config.") and f".{tool}." not in field
+            if role not in roles or is_other_tool:
+                continue
+            value = _at(block, field)
+            inherited = [_DEFAULTS.get(field)]
+            inherited += [_at(parent, field) for parent in parents]
+            if value and value not in inherited:
+                yield f"{_BLOCKS[role]}.{field.removesuffix('.active')}: {why}"
+
+
+def _engine_options(
+    options: dict[str, Any], given: Mapping[str, Any], tool: str, engine: str
+) -> dict[str, Any]:
+    """Return the options of a tool as verl passes them on to engines."""
+    kept = {
+        name: value for name, value in options.items() if name not in ("activities", "mini_batches")
+    }
+    if tool == "npu":
+        contents = given.get("contents") or ()
+        kept["stack"] = kept["modules"] = not {"stack", "module"}.isdisjoint(contents)
+    if engine in _ENGINES:
+        for name, values in adapter_named(engine).profilers[tool].items():
+            if name in kept:
+                kept[name] = values[-1]
+    return kept
 
 
 def _options(tool: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -351,20 +380,19 @@ def _options(tool: str, given: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     contents = set(given.get("contents") or ())
     everything = tool == "torch" and not contents
-    found: dict[str, Any] = {content: everything or content in contents for content in _CONTENTS}
+    options: dict[str, Any] = {name: everything or name in contents for name in _CONTENTS}
     if contents and _DEVICES[tool] not in contents:
-        found["activities"] = ["cpu"]
+        options["activities"] = ["cpu"]
     if tool == "npu":
         level = str(given.get("level", "level0")).replace("level_none", "none")
-        return found | {
-            "modules": "module" in contents,
-            "level": level,
-            "analysis": bool(given.get("analysis")),
-        }
-    if (schedule := given.get("schedule") or {}).get("active"):
+        analysis = bool(given.get("analysis"))
+        return options | {"modules": "module" in contents, "level": level, "analysis": analysis}
+    schedule = given.get("schedule") or {}
+    if schedule.get("active"):
         window = {name: schedule.get(name, 0) for name in ("wait", "warmup", "active")}
-        found["mini_batches"] = {**window, "wait": window["wait"] + schedule.get("skip_first", 0)}
-    return found
+        window["wait"] += schedule.get("skip_first", 0)
+        options["mini_batches"] = window
+    return options
 
 
 def _at(block: Any, field: str) -> Any:
@@ -386,23 +414,26 @@ def _finish_commands(blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
     A worker with several roles runs a common command of the roles only once.
     """
-    found: dict[tuple[Any, ...], list[str]] = {}
+    roles_of: dict[tuple[Any, str, Ranks], list[str]] = {}
     for role in TRAINING_ROLES:
         block = blocks.get(role, {})
-        if block.get("enable") and (command := block.get("finish_hook_cmd")):
-            ranks = tuple(block.get("finish_hook_ranks") or ()) or None
-            of_ranks = EVERY_RANK if block.get("finish_hook_all_ranks") else ranks
-            found.setdefault((command, str(block.get("tool")), of_ranks), []).append(role)
+        command = block.get("finish_hook_cmd")
+        if not (block.get("enable") and command):
+            continue
+        ranks: Ranks = tuple(block.get("finish_hook_ranks") or ()) or None
+        if block.get("finish_hook_all_ranks"):
+            ranks = EVERY_RANK
+        roles_of.setdefault((command, str(block.get("tool")), ranks), []).append(role)
     export = f"export {_FINISH_ENVIRONMENT} VERL_PROFILE_TOOL="
-    return {
-        f"finish_hook_{roles[0]}": {
+    commands = {}
+    for (command, tool, ranks), roles in roles_of.items():
+        commands[f"finish_hook_{roles[0]}"] = {
             "command": ["/bin/sh", "-c", f"{export}{shlex.quote(tool)}\n{command}"],
             "when": "last",
             "roles": roles,
             "ranks": ranks,
         }
-        for (command, tool, ranks), roles in found.items()
-    }
+    return commands
 
 
 def plays(config: Any, role: str) -> bool:

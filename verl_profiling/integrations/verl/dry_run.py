@@ -45,16 +45,14 @@ def main() -> None:
         del sys.argv[1:3]
     checked = _checked_main(module)
     print(shlex.join(["python", "-m", module, *sys.argv[1:]]), flush=True)
-    with (
-        tempfile.TemporaryDirectory() as outputs
-    ):  # for the files that Hydra writes for every command
+    with tempfile.TemporaryDirectory() as outputs:  # of Hydra, which writes some for every command
         sys.argv.append(f"hydra.run.dir={outputs}")
         checked()
 
 
 def _checked_main(module: str) -> Callable[[], None]:
     """Import a main module, and return its ``@hydra.main`` function with the body :func:`check`."""
-    found: list[Callable[[], None]] = []
+    mains: list[Callable[[], None]] = []
     decorator = hydra.main
 
     def noting(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
@@ -63,7 +61,8 @@ def _checked_main(module: str) -> Callable[[], None]:
                 # Hydra then looks for the configuration where the run will
                 task.__module__ = "__main__"
             checked = functools.wraps(task)(functools.partial(check, module))
-            found.append(main := decorator(*args, **kwargs)(checked))
+            main = decorator(*args, **kwargs)(checked)
+            mains.append(main)
             return main
 
         return note
@@ -75,7 +74,7 @@ def _checked_main(module: str) -> Callable[[], None]:
         sys.exit(f"-m {module}: cannot be imported: {error}; verl's own is {_MAIN}")
     finally:
         hydra.main = decorator
-    for main in reversed(found):
+    for main in reversed(mains):
         if any(main is value for value in names):
             return main
     sys.exit(f"-m {module}: has no function under @hydra.main, and so no configuration to check")
@@ -99,15 +98,9 @@ def check(module: str, config: Any) -> None:
     if config.get("profiling") is not None:
         _check_hooks(config)
     by_version = "async_training" in config
-    possible = (
-        "actor",
-        "ref",
-        "critic",
-        "rollout",
-        "agent_loop",
-        "reward",
-        *["rollouter"] * by_version,
-    )
+    possible = ["actor", "ref", "critic", "rollout", "agent_loop", "reward"]
+    if by_version:
+        possible.append("rollouter")
     roles = [role for role in possible if plays(config, role)]
     if not by_version:  # verl does not validate fully asynchronous configurations
         validate_config(
@@ -119,7 +112,8 @@ def check(module: str, config: Any) -> None:
         sys.exit(f"profiling: {str(error).removeprefix('profiling: ')}")
     if settings is None:
         print("config ok; nothing is profiled")
-        if why := why_nothing(config):
+        why = why_nothing(config)
+        if why:
             print(f"warning: nothing is profiled: {why}")
         return
     _check_engine(config, settings)
@@ -147,7 +141,8 @@ def _check_hooks(config: Any) -> None:
     """Print whether this verl is tested, and the hooks without a fit;
     exit if nothing would be recorded.
     """
-    print(f"warning: {text}" if (text := untested()) else "a tested version of verl")
+    warning = untested()
+    print(f"warning: {warning}" if warning else "a tested version of verl")
     parts = parts_of(config)
     for hook in HOOKS:
         if hook.part in parts:
@@ -158,9 +153,8 @@ def _check_hooks(config: Any) -> None:
     program = f"import sys, verl; sys.exit({_PLUGIN!r} not in sys.modules)"
     if subprocess.run([sys.executable, "-c", program], check=False).returncode:
         sys.exit(
-            "profiling: verl does not load verl_profiling, and would not profile; install "
-            "the package into "
-            f"verl's environment, or set VERL_USE_EXTERNAL_MODULES={_PLUGIN}"
+            "profiling: verl does not load verl_profiling, and would not profile; install the "
+            f"package into verl's environment, or set VERL_USE_EXTERNAL_MODULES={_PLUGIN}"
         )
     if not usable(parts):
         sys.exit("profiling: nothing would be recorded")

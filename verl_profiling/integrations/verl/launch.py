@@ -111,10 +111,11 @@ def _records_kernels(settings: ProfilingConfig) -> bool:
     """Return whether tool ``torch`` records a role and tool ``nsys``, which needs NVTX,
     records none.
     """
-    roles = [
-        chosen
-        for role in (*TRAINING_ROLES, ROLLOUT_ROLE)
-        if (chosen := settings.for_role(role)).enable
-    ]
-    tools = {tool.name for chosen in roles for tool in chosen.tools}
-    return "torch" in tools and not any(chosen.launched_tool for chosen in roles)
+    settings_of_roles = map(settings.for_role, (*TRAINING_ROLES, ROLLOUT_ROLE))
+    tools: set[str] = set()
+    for role in settings_of_roles:
+        if role.enable and role.launched_tool is not None:
+            return False
+        if role.enable:
+            tools.update(role.tool_names)
+    return "torch" in tools

@@ -133,8 +133,10 @@ class Profiler:
         rollouter = getattr(self.trainer, "rollouter", None)
         if self.settings.for_role("rollout").enable:
             self._add_servers(rollouter)
-        processes = rollout_processes(self.trainer, agent_loops) if rollouter is None else {}
-        if rollouter is not None and hasattr(rollouter, "rollout_processes"):
+        processes = {}
+        if rollouter is None:
+            processes = rollout_processes(self.trainer, agent_loops)
+        elif hasattr(rollouter, "rollout_processes"):
             import ray
 
             processes = {**ray.get(rollouter.rollout_processes.remote()), ROLLOUTER: [rollouter]}
@@ -142,17 +144,16 @@ class Profiler:
             self.add_actors(role, handles)
         if (watch := self._callback.watch) is not None:
             watch.listeners.append(self.summaries.append)
-        found = [*misfits(parts_of(self.trainer.config)), *self.misfits]
-        for note in notes_on(found, strict=self.settings.strict):
+        unrecorded = [*misfits(parts_of(self.trainer.config)), *self.misfits]
+        for note in notes_on(unrecorded, strict=self.settings.strict):
             self._callback.add_note(note)
 
     def _add_groups(self) -> None:
         """Add the worker groups, first the profiled ones of groups that share processes."""
-        groups = [
-            (role, getattr(self.trainer, name))
-            for role, name in _GROUPS
-            if hasattr(self.trainer, name)
-        ]
+        groups = []
+        for role, name in _GROUPS:
+            if hasattr(self.trainer, name):
+                groups.append((role, getattr(self.trainer, name)))
         groups.sort(key=lambda item: not self.settings.for_role(item[0]).enable)
         set_up: list[Any] = []
         for role, group in groups:
@@ -216,7 +217,8 @@ class Profiler:
 
     def logged(self, tracking: Any, data: Mapping[str, Any], step: int) -> None:
         """Keep the metrics that verl logs after a step, and log one step summary of the watch."""
-        self._tracking, self._logged_step = tracking, step
+        self._tracking = tracking
+        self._logged_step = step
         self._callback.add_metrics(step, data)
         self._log_summary(step)
 
@@ -227,9 +229,8 @@ class Profiler:
         if self.summaries:
             summary = self.summaries.popleft()
             values = {f"{PREFIX}step": summary.step, **values_of(summary)}
-            trackers = {
-                name: one for name, one in self._tracking.logger.items() if name != _CONSOLE
-            }
+            trackers = {**self._tracking.logger}
+            trackers.pop(_CONSOLE, None)
             log_values(trackers, values, summary.step, step)
 
     @contextmanager
@@ -262,7 +263,8 @@ class Profiler:
             return
         while self.summaries:
             self._log_summary(self._logged_step)
-        if (folder := self._callback.last_folder) is not None:
+        folder = self._callback.last_folder
+        if folder is not None:
             log_reports(self._tracking.logger, folder.parent, self._logged_step)
 
 
@@ -353,17 +355,17 @@ def can_be_profiled(config: Any, settings: ProfilingConfig) -> bool:
     return True
 
 
-def notes_on(found: Iterable[str], *, strict: bool) -> list[str]:
+def notes_on(unrecorded: Iterable[str], *, strict: bool) -> list[str]:
     """Log the unrecorded parts of a run, each once, and return them for the manifests.
 
     Args:
-        found: Sentences on unrecorded parts from all processes, with repetitions.
+        unrecorded: Sentences on unrecorded parts from all processes, with repetitions.
         strict: Whether an unrecorded part ends the run.
 
     Raises:
         ToolUnavailableError: A part is not recorded, and the settings are strict.
     """
-    notes = sentences(found, strict=strict)
+    notes = sentences(unrecorded, strict=strict)
     let_lines_through()
     if notes:
         logger.warning("profiling: %s", "; ".join(notes))
@@ -385,13 +387,13 @@ def let_lines_through() -> None:
         package.addHandler(handler)
 
 
-def sentences(found: Iterable[str], *, strict: bool) -> list[str]:
+def sentences(unrecorded: Iterable[str], *, strict: bool) -> list[str]:
     """Return each sentence once, preceded by a warning of an untested version of verl.
 
     Raises:
         ToolUnavailableError: A part is not recorded, and the settings are strict.
     """
-    notes = list(dict.fromkeys(found))
+    notes = list(dict.fromkeys(unrecorded))
     said = [note for note in (untested(), *notes) if note is not None]
     if notes and strict:
         problem = "profiling.strict is true, and parts of the run cannot be recorded"

@@ -62,9 +62,8 @@ _LAST_STEP = "total_training_steps"
 _LOADS = "_next_train_batch"
 
 _NO_HOOK = (
-    "profiling: this run is not profiled, because no method of its trainer is hooked. "
-    "A trainer class of your own inherits "
-    "verl_profiling.integrations.verl.trainer.ProfilingTrainerMixin"
+    "profiling: this run is not profiled, because no method of its trainer is hooked. A trainer "
+    "class of your own inherits verl_profiling.integrations.verl.trainer.ProfilingTrainerMixin"
 )
 
 _hooked = False
@@ -194,7 +193,8 @@ def _stored(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    if (profiler := active_profiler()) is not None:
+    profiler = active_profiler()
+    if profiler is not None:
         profiler.logged(self, data, step)
     with awaited_stage("log_metrics"):
         log(self, data, step, *args, **kwargs)
@@ -332,7 +332,8 @@ def prepare(trainer: Any) -> None:
     setattr(trainer, _ATTRIBUTE, None)
     settings = settings_of(trainer.config)
     if settings is None:
-        if why := why_nothing(trainer.config):
+        why = why_nothing(trainer.config)
+        if why:
             let_lines_through()
             logger.warning("profiling: nothing is profiled: %s", why)
         return
@@ -376,15 +377,15 @@ def profiling_of(trainer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if profiler is None or profiler is active_profiler():
         return nullcontext()
     # V1 passes the agent loop manager to fit; a V0 trainer has it as an attribute.
-    handed = kwargs.get("agent_loop_manager", args[0] if args else None)
-    profiler.begin(
-        handed if handed is not None else getattr(trainer, "async_rollout_manager", None)
-    )
+    agent_loops = kwargs.get("agent_loop_manager", args[0] if args else None)
+    if agent_loops is None:
+        agent_loops = getattr(trainer, "async_rollout_manager", None)
+    profiler.begin(agent_loops)
     settings = profiler.settings
     # If steps are parameter versions, total_training_steps is not the number of the last step.
-    last_step = (
-        None if hasattr(trainer, "current_param_version") else getattr(trainer, _LAST_STEP, None)
-    )
+    last_step = getattr(trainer, _LAST_STEP, None)
+    if hasattr(trainer, "current_param_version"):
+        last_step = None
     steps = captured_steps(settings.schedule, last_step)
     logger.info(
         "profiling is on in %s: %s captures of %s", settings.save_path, settings.mode, steps

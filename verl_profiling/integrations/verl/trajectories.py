@@ -108,11 +108,13 @@ async def _described(
     score: Callable[..., Any], self: Any, outputs: Sequence[Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Add facts of the outputs, and the reward, to the trajectory of any agent loop."""
-    if (running := current_trajectory()) is not None:
-        running.add(**_facts(outputs))
+    running = current_trajectory()
+    if running is None:
+        return await score(self, outputs, *args, **kwargs)
+    running.add(**_facts(outputs))
     result = await score(self, outputs, *args, **kwargs)
-    reward = getattr(outputs[-1], "reward_score", None) if outputs and running is not None else None
-    if running is not None and (type(reward) is float or isinstance(reward, Real)):
+    reward = getattr(outputs[-1], "reward_score", None) if outputs else None
+    if type(reward) is float or isinstance(reward, Real):
         running.add(reward=float(reward))
     return result
 
@@ -124,14 +126,16 @@ def _facts(outputs: Sequence[Any]) -> dict[str, Any]:
         "prompt_tokens": sum(len(getattr(output, "prompt_ids", ())) for output in outputs),
         "response_tokens": sum(len(getattr(output, "response_ids", ())) for output in outputs),
     }
-    extra = [getattr(output, "extra_fields", None) or {} for output in outputs]
-    first, last = (
-        [version for fields in extra if (version := _integer(fields.get(key))) is not None]
-        for key in ("min_global_steps", "max_global_steps")
-    )
+    first = _versions(outputs, "min_global_steps")
+    last = _versions(outputs, "max_global_steps")
     if first and last:
         facts.update(min_version=min(first), max_version=max(last))
     return facts
+
+
+def _versions(outputs: Sequence[Any], field: str) -> list[int]:
+    values = [(getattr(output, "extra_fields", None) or {}).get(field) for output in outputs]
+    return [version for version in map(_integer, values) if version is not None]
 
 
 def _integer(value: Any) -> int | None:
@@ -156,7 +160,8 @@ async def _as_tool(
     tools = getattr(agent_data, "_active_tools", None) or getattr(self, "tools", {})
     if asked in tools:
         _prepare_tool(type(tools[asked]))
-    with span(f"tool:{asked}") if asked in tools else span(_UNKNOWN_TOOL, asked=asked):
+    opened = span(f"tool:{asked}") if asked in tools else span(_UNKNOWN_TOOL, asked=asked)
+    with opened:
         return await call(self, tool_call, tools_kwargs, agent_data, *args, **kwargs)
 
 
@@ -224,10 +229,10 @@ async def _scored(
 def _sample_of(data: Any) -> dict[str, Any]:
     """Return group and sample of the scored trajectory, if they are in the batch."""
     columns = getattr(data, "non_tensor_batch", None) or {}
-    found = {}
+    sample = {}
     for fact, name in (("group", "uid"), ("sample", "session_id")):
         column = columns.get(name)
         if column is not None and len(column):
             value = column[-1]
-            found[fact] = value.item() if hasattr(value, "item") else value
-    return found
+            sample[fact] = value.item() if hasattr(value, "item") else value
+    return sample

@@ -108,7 +108,8 @@ def _log_prob_stage(compute_log_prob: Callable[..., Any], self: Any, data: Any) 
 
 def _without_adapter(data: Any) -> bool:
     """Return whether a flag of a batch, or of its ``extra_info``, switches the LoRA adapter off."""
-    if isinstance(facts := getattr(data, "extra_info", None), dict):
+    facts = getattr(data, "extra_info", None)
+    if isinstance(facts, dict):
         return bool(facts.get(_WITHOUT_ADAPTER, False))
     if _WITHOUT_ADAPTER not in getattr(data, "keys", tuple)():
         return False
@@ -165,25 +166,30 @@ def _mark_weight_sync(worker: Any, engine: Any) -> None:
         return  # the worker was set up before
     wrap(engine, "get_per_tensor_param", _gathering)
     for (owner, name), marked in WORKER_SYNC_STAGES.items():
-        if (found := getattr(worker, owner, None)) is not None:
-            mark(found, name, partial(stage, marked))
+        part = getattr(worker, owner, None)
+        if part is not None:
+            mark(part, name, partial(stage, marked))
 
 
 def _gathering(get_tensors: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with stage("gather"):
         tensors, *rest = get_tensors(*args, **kwargs)
     log = process_session().log
-    return _gathered(tensors, log) if log and inspect.isgenerator(tensors) else tensors, *rest
+    if log and inspect.isgenerator(tensors):
+        tensors = _gathered(tensors, log)
+    return tensors, *rest
 
 
 def _gathered(tensors: Iterator[Any], log: SpanLog) -> Iterator[Any]:
     """Record the host's time in making the tensors, in a few hundred parts,
     each at its last tensor.
     """
-    begin_ns, spent_ns, whole_ns = clock.now_ns(), 0, 0
+    begin_ns = clock.now_ns()
+    spent_ns = whole_ns = 0
     for tensor in tensors:
         end_ns = clock.now_ns()
-        spent_ns, whole_ns = spent_ns + end_ns - begin_ns, whole_ns + end_ns - begin_ns
+        spent_ns += end_ns - begin_ns
+        whole_ns += end_ns - begin_ns
         if spent_ns >= max(LONG_NS, whole_ns // 100):
             log.ended("gather", end_ns - spent_ns, end_ns)
             spent_ns = 0
