@@ -30,7 +30,6 @@ from verl_profiling.controller.spmd import in_a_line, knows_place, place_of
 from verl_profiling.controller.targets import Waits
 from verl_profiling.controller.watch import Watch
 from verl_profiling.errors import ProfilingError
-from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CaptureResult, StepSpan
 from verl_profiling.settings.config import ProfilingConfig
@@ -124,8 +123,8 @@ class Controller:
                 :meth:`on_generation_begin` opens the stage.
         """
         self._order.in_rollout = True
-        if in_background and self.watch is not None:
-            self.watch.background = (ROLLOUT,)
+        if in_background:
+            self.stages.go_to_background()
         if self.live is not None:
             return self._begin_recorded_rollout(self.live, in_background)
         if not in_background:
@@ -137,8 +136,7 @@ class Controller:
         if not self._order.in_rollout:
             self._order.rollout_without_begin()
         self._order.in_rollout = False
-        if not self.stages.generations:
-            self.stages.end_rollout()
+        self.stages.end_rollout()
         return None if self.live is None else self.live.end_rollout(metrics)
 
     def on_step_end(self, metrics: Mapping[str, Any] | None) -> Waits[None] | None:
@@ -160,8 +158,6 @@ class Controller:
 
     def on_generation_begin(self) -> None:
         """Begin a batch in the background of the steps: the first one opens the stage."""
-        if self.watch is not None:
-            self.watch.background = (ROLLOUT,)
         self.stages.begin_generation(self._is_captured)
 
     def on_generation_end(self) -> None:
@@ -194,8 +190,7 @@ class Controller:
                     return
 
     def _begin_recorded_rollout(self, live: OpenCapture, in_background: bool) -> Waits[None]:
-        if not in_background:
-            self.stages.end_rollout()
+        self.stages.end_rollout()
         yield from live.begin_rollout()
         if not in_background:
             self.stages.begin_rollout(live.log)

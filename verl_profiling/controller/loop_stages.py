@@ -56,14 +56,24 @@ class LoopStages:
     def begin_rollout(self, log: SpanLog | None) -> None:
         """Begin the stage ``rollout`` in a log, if there is one."""
         if log is not None:
-            self.end_rollout()
+            self._end(failed=False)
             self.rollout = log.begin(ROLLOUT)
 
     def end_rollout(self, failed: bool = False) -> None:
-        """End the stage ``rollout`` if it is open, even if another task or thread began it."""
+        """End the stage ``rollout`` of the loop itself, if it is open."""
+        if not self.generations:
+            self._end(failed)
+
+    def _end(self, failed: bool) -> None:
+        """End the stage ``rollout``, even if another task or thread began it."""
         rollout, self.rollout = self.rollout, None
         if rollout is not None:
             rollout.end(failed)
+
+    def go_to_background(self) -> None:
+        """Note that generation overlaps the steps, and the loop does not wait for it."""
+        if self._watch is not None:
+            self._watch.background = (ROLLOUT,)
 
     def begin_generation(self, is_captured: bool) -> None:
         """Begin a batch in the background of the steps: the first one opens the stage.
@@ -71,6 +81,7 @@ class LoopStages:
         Args:
             is_captured: Whether a captured step is open; else only the watch records the stage.
         """
+        self.go_to_background()
         with self._lock:
             self.generations += 1
             if self.generations == 1:
@@ -80,14 +91,13 @@ class LoopStages:
         """End a batch in the background of the steps: the last one ends the stage."""
         with self._lock:
             self.generations = max(0, self.generations - 1)
-            if not self.generations:
-                self.end_rollout()
+            self.end_rollout()
 
     def renew_generation(self) -> None:
         """End the stage of generation in the background, and begin it again for the watch."""
         with self._lock:
             if self.generations:
-                self.end_rollout()
+                self._end(failed=False)
                 self._begin_generation(self.watched())
 
     def record_generation(self) -> None:
@@ -106,6 +116,6 @@ class LoopStages:
         watch = self._watch
         if watch is None:
             return
-        if watch.step is not None and not self.generations:
+        if watch.step is not None:
             self.end_rollout(failed=True)
         watch.step_ends()
