@@ -21,7 +21,7 @@ import torch
 from results import record, row
 
 from verl_profiling import ProfilingCallback, stage
-from verl_profiling.capture.protocol import CaptureRequest
+from verl_profiling.capture.protocol import CaptureStart
 from verl_profiling.workers import CaptureMixin
 
 BATCHES = 10
@@ -113,7 +113,7 @@ def with_ours(folder: Path, step: Callable[[], None]) -> dict[str, float]:
     """Run a step under a capture of a worker's mixin."""
     worker = CaptureMixin()
     worker.init_capture({"enable": True}, role="actor")
-    request = CaptureRequest(capture_id=folder.name, run_id="bench", step=1, folder=str(folder))
+    request = CaptureStart(capture_id=folder.name, run_id="bench", step=1, folder=str(folder))
     found = measured(lambda: worker.start_capture(request), step, worker.stop_capture)
     begin = time.perf_counter()
     result = worker.stop_capture(finish_s=120.0).result

@@ -17,7 +17,7 @@ from functools import partial
 from results import record, row
 
 from verl_profiling import ProfilingCallback, stage
-from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.protocol import CaptureStart, StartReply, StopReply
 from verl_profiling.workers import CaptureMixin
 
 ROUNDS = 21
@@ -46,7 +46,7 @@ class CountingWorker(CaptureMixin):
 
     calls = 0
 
-    def start_capture(self, request: CaptureRequest) -> StartReply:
+    def start_capture(self, request: CaptureStart) -> StartReply:
         self.calls += 1
         return super().start_capture(request)
 
@@ -212,9 +212,7 @@ def recording(tool: str) -> Iterator[None]:
     worker = CaptureMixin()
     worker.init_capture({"enable": True, "tool": tool}, role="actor")
     with tempfile.TemporaryDirectory() as folder:
-        worker.start_capture(
-            CaptureRequest(capture_id=folder, run_id="bench", step=1, folder=folder)
-        )
+        worker.start_capture(CaptureStart(capture_id=folder, run_id="bench", step=1, folder=folder))
         yield
         worker.stop_capture(finish_s=30.0)
 

@@ -24,7 +24,7 @@ import ray
 from results import record, row
 
 from verl_profiling import ProfilingCallback
-from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.protocol import CaptureStart, StartReply, StopReply
 from verl_profiling.clock import now_ns
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.identity import WorkerIdentity
@@ -47,7 +47,7 @@ class Worker:
         self.latency_s = SLOWEST_S * (rank + 1) / of
         self.fault = ""
 
-    async def start_capture(self, request: CaptureRequest) -> StartReply:
+    async def start_capture(self, request: CaptureStart) -> StartReply:
         """Answer as told."""
         begin_ns = now_ns()
         if self.fault == "dies":

@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from results import record, row
 
-from verl_profiling.capture.protocol import CaptureRequest
+from verl_profiling.capture.protocol import CaptureStart
 from verl_profiling.workers import CaptureMixin
 
 ROUNDS = 7
 
 FIRST_START = """
 import tempfile, time
-from verl_profiling.capture.protocol import CaptureRequest
+from verl_profiling.capture.protocol import CaptureStart
 from verl_profiling.workers import CaptureMixin
 import torch
 worker = CaptureMixin()
@@ -31,7 +31,7 @@ worker.init_capture({"enable": True}, role="actor")
 init = time.process_time() - begin
 with tempfile.TemporaryDirectory() as folder:
     begin = time.process_time()
-    worker.start_capture(CaptureRequest(capture_id="1", run_id="bench", step=1, folder=folder))
+    worker.start_capture(CaptureStart(capture_id="1", run_id="bench", step=1, folder=folder))
     start = time.process_time() - begin
     worker.stop_capture(finish_s=30.0)
 print(init, start)
@@ -63,7 +63,7 @@ def ours(events: int, folder: Path, worker: CaptureMixin, number: int) -> tuple[
     and its events.
     """
     worker.start_capture(
-        CaptureRequest(capture_id=str(number), run_id="bench", step=1, folder=str(folder))
+        CaptureStart(capture_id=str(number), run_id="bench", step=1, folder=str(folder))
     )
     make_events(events)
     begin = time.process_time()

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from verl_profiling import ProfilingConfig
-from verl_profiling.capture.protocol import CaptureRequest
+from verl_profiling.capture.protocol import CaptureStart
 
 
 def settings(**given: Any) -> ProfilingConfig:
     return ProfilingConfig.from_any({"enable": True, **given})
 
 
-def request(folder: Path, step: int = 1, **more: Any) -> CaptureRequest:
+def request(folder: Path, step: int = 1, **more: Any) -> CaptureStart:
     """Return a request for a capture of a step into a folder."""
-    return CaptureRequest(
+    return CaptureStart(
         capture_id=f"run-{step}", run_id="run", step=step, folder=str(folder), **more
     )
 

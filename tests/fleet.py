@@ -18,7 +18,7 @@ from typing import Any
 from example_loops import train
 
 from verl_profiling import ProfilingConfig, span, stage, trajectory
-from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.protocol import CaptureStart, StartReply, StopReply
 from verl_profiling.capture.session import process_session
 from verl_profiling.testing import shifted_clock
 from verl_profiling.workers import (
@@ -86,7 +86,7 @@ class TrainWorker(CaptureMixin):
         """Return how often the capture methods were called."""
         return dict(self.calls)
 
-    def start_capture(self, request: CaptureRequest) -> StartReply:
+    def start_capture(self, request: CaptureStart) -> StartReply:
         self.calls["start_capture"] += 1
         self._hang("start")
         return super().start_capture(request)
@@ -199,7 +199,7 @@ class CoroutineWorker:
         self.inner = TrainWorker()
         self.inner.set_up(config, role)
 
-    async def start_capture(self, request: CaptureRequest) -> StartReply:
+    async def start_capture(self, request: CaptureStart) -> StartReply:
         await asyncio.sleep(0.01)
         return self.inner.start_capture(request)
 

@@ -118,7 +118,7 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True):
         return f"{who}{self.reason}"
 
 
-class Demand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request for captures.
 
     Attributes:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_profiling import clock
-from verl_profiling.capture.protocol import CaptureRequest, StartReply
+from verl_profiling.capture.protocol import CaptureStart, StartReply
 from verl_profiling.capture.session import process_session
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
@@ -88,7 +88,7 @@ def record_step(
     session = process_session()
     worker = WorkerIdentity(role=role, rank=rank)
     session.register(ProfilingConfig.from_any(config), worker)
-    request = CaptureRequest(
+    request = CaptureStart(
         capture_id=uuid.uuid4().hex, run_id="test", step=step, folder=str(folder), keep=keep
     )
     recorded = RecordedStep(folder, session.start(request, worker))

@@ -15,7 +15,7 @@ from fleet import TrainWorker
 from test_callback import configured, following, local_worker, manifest
 
 from verl_profiling import AsyncProfilingCallback, CaptureStateError
-from verl_profiling.capture.protocol import CaptureRequest, StartReply
+from verl_profiling.capture.protocol import CaptureStart, StartReply
 from verl_profiling.capture.session import Session
 
 FAILS_AT_STOP = "tools.test_third_party:FailsAtStop"
@@ -113,7 +113,7 @@ async def test_a_task_that_is_cancelled_keeps_its_step(tmp_path: Path, session: 
 class Slow(TrainWorker):
     """A worker whose start takes a while, on the loop's event loop."""
 
-    async def start_capture(self, request: CaptureRequest) -> StartReply:  # type: ignore[override]
+    async def start_capture(self, request: CaptureStart) -> StartReply:  # type: ignore[override]
         await asyncio.sleep(0.3)
         return super().start_capture(request)
 

@@ -23,7 +23,7 @@ from fleet import TrainWorker
 
 from verl_profiling import ProfilingCallback, ProfilingConfig
 from verl_profiling.capture.session import Session
-from verl_profiling.capture_request import CaptureSelection, Demand, Trigger
+from verl_profiling.capture_request import CaptureRequest, CaptureSelection, Trigger
 from verl_profiling.cli import main
 from verl_profiling.commands.trigger import find_job
 from verl_profiling.controller.anomalies import Anomalies
@@ -435,7 +435,7 @@ def test_what_is_logged_of_a_request_is_one_line(
 ) -> None:
     """Whoever asks writes no line of their own into the log, and no control characters."""
     put(job, "a\nERROR\x1b[31m.json", b"x")
-    demand = Demand(
+    demand = CaptureRequest(
         id="0123456789ab", by="me\nERROR\x1b[31m", selection=CaptureSelection(roles=("no\nbody",))
     )
     put(job, f"{demand.id}.json", msgspec.json.encode(demand))

@@ -11,7 +11,7 @@ from fleet import TrainWorker
 from test_callback import configured, following, run
 
 from verl_profiling import trajectory
-from verl_profiling.capture.protocol import CaptureRequest, StartReply
+from verl_profiling.capture.protocol import CaptureStart, StartReply
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.files.run_files import read_manifest
@@ -22,7 +22,7 @@ class Elsewhere(TrainWorker):
 
     elsewhere: Path
 
-    def start_capture(self, request: CaptureRequest) -> StartReply:
+    def start_capture(self, request: CaptureStart) -> StartReply:
         folder = str(self.elsewhere / Path(request.folder).name)
         return super().start_capture(msgspec.structs.replace(request, folder=folder))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_callback import configured, following, manifest, pass_steps
 
-from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.protocol import CaptureStart, StartReply, StopReply
 from verl_profiling.clock import now_ns
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
@@ -45,7 +45,7 @@ class Fake:
         self.identity = WorkerIdentity(role="actor", rank=rank)
         self._gathering = gathering
 
-    async def start_capture(self, request: CaptureRequest) -> StartReply:
+    async def start_capture(self, request: CaptureStart) -> StartReply:
         begin_ns = now_ns()
         await self._do("start_capture")
         return StartReply(self.identity, "recording", begin_ns)

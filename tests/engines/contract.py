@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from example_loops import spans
 
-from verl_profiling.capture.protocol import CaptureRequest
+from verl_profiling.capture.protocol import CaptureStart
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.manifest import Artifact, CaptureResult, Request
@@ -21,9 +21,9 @@ from verl_profiling.watch.hangs import HangReporter
 from verl_profiling.watch.sums import Busy, StageSums
 
 
-def request(folder: Path, step: int = 1, **fields: Any) -> CaptureRequest:
+def request(folder: Path, step: int = 1, **fields: Any) -> CaptureStart:
     """Return a request for a capture of one step."""
-    return CaptureRequest(
+    return CaptureStart(
         capture_id=uuid4().hex,
         run_id="run",
         step=step,
@@ -73,7 +73,7 @@ def seconds(request: Request) -> dict[str, float]:
     return parts
 
 
-async def assert_idling_with_stacks_is_cheap(server: Any, order: CaptureRequest) -> None:
+async def assert_idling_with_stacks_is_cheap(server: Any, order: CaptureStart) -> None:
     """Capture an engine that idles around its generation, with stacks and shapes."""
     await server.start_capture(order)
     await asyncio.sleep(3)
@@ -93,7 +93,7 @@ async def assert_idling_with_stacks_is_cheap(server: Any, order: CaptureRequest)
 class Captures:
     ranks = 1
 
-    async def capture(self, server: Any, order: CaptureRequest, tokens: int = 4) -> list[Path]:
+    async def capture(self, server: Any, order: CaptureStart, tokens: int = 4) -> list[Path]:
         """Capture one generation; return the artifacts' paths after checking that all are ok."""
         reply = await server.start_capture(order)
         assert reply.status == "recording", reply

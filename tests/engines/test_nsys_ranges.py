@@ -8,7 +8,7 @@ import pytest
 from example_loops import request
 
 from verl_profiling import CaptureStateError, ConfigError, ProfilingConfig
-from verl_profiling.capture.protocol import CaptureRequest
+from verl_profiling.capture.protocol import CaptureStart
 from verl_profiling.engines import EngineAdapter, adapter_named
 from verl_profiling.engines import recorder as recorders
 from verl_profiling.engines.recorder import EngineRecorder
@@ -67,7 +67,7 @@ def recorder(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return EngineRecorder(engine, NsysTool(NsysOptions()), IDENTITY, config, RequestLog())
 
 
-def window(run: Path, step: int, **more: bool) -> CaptureRequest:
+def window(run: Path, step: int, **more: bool) -> CaptureStart:
     return request(run / f"step_{step:06d}", step, stage="rollout", **more)
 
 

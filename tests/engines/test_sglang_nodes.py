@@ -27,7 +27,7 @@ NODE_SCRIPT = """
 import asyncio, json, logging, sys, time
 from pathlib import Path
 from verl_profiling import AsyncProfilingCallback
-from verl_profiling.capture.protocol import CaptureRequest
+from verl_profiling.capture.protocol import CaptureStart
 from verl_profiling.workers import SGLangCaptureMixin
 
 class Server(SGLangCaptureMixin):
@@ -48,7 +48,7 @@ async def capture(server, profiling):
 async def be_asked(server, folder):
     replies = []
     for step in (1, 2):
-        order = CaptureRequest(capture_id=str(step), run_id="r", step=step,
+        order = CaptureStart(capture_id=str(step), run_id="r", step=step,
                                folder=str(folder / "of_node_1"))
         replies.append((await server.start_capture(order)).status)
         replies.append((await server.stop_capture(order.capture_id)).result.status)

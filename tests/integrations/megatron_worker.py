@@ -20,7 +20,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from recipes.megatron_tiny.model import build_model
 from verl_profiling import ProfilingConfig
-from verl_profiling.capture.protocol import CaptureRequest
+from verl_profiling.capture.protocol import CaptureStart
 
 MICRO_BATCHES, LENGTH = 3, 16
 
@@ -77,7 +77,7 @@ def main(folder: Path) -> None:
     worker.actor.train_mini_batch = lambda data: train(engine)
     worker.enable_routing_replay = False
     worker.init_capture(ProfilingConfig(enable=True, tool="torch"), "actor")
-    request = CaptureRequest(capture_id="one", run_id="run", step=1, folder=str(folder / "step"))
+    request = CaptureStart(capture_id="one", run_id="run", step=1, folder=str(folder / "step"))
     reply = worker.start_capture(request)
     worker.update_actor(None)
     stopped = worker.stop_capture("one", 30.0)

@@ -21,7 +21,7 @@ from example_loops import settings
 
 from integrations.wheels import ROOT, run_python, sources
 from verl_profiling import CaptureStateError
-from verl_profiling.capture.protocol import CaptureRequest
+from verl_profiling.capture.protocol import CaptureStart
 from verl_profiling.capture.session import process_session
 from verl_profiling.testing import record_step
 
@@ -205,7 +205,7 @@ async def test_a_server_that_launches_in_its_own_way_runs_unprofiled(tmp_path: P
     await server.set_global_steps(3)
     assert server.global_steps == 3
     assert "not set up" in (await server.stop_capture()).result.reason
-    order = CaptureRequest(capture_id="1", run_id="run", step=3, folder=str(tmp_path))
+    order = CaptureStart(capture_id="1", run_id="run", step=3, folder=str(tmp_path))
     with pytest.raises(CaptureStateError, match="not set up"):
         await server.start_capture(order)
 

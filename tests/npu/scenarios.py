@@ -17,7 +17,7 @@ import torch
 import torch_npu
 
 from verl_profiling import ProfilingCallback, stage
-from verl_profiling.capture.protocol import CaptureRequest
+from verl_profiling.capture.protocol import CaptureStart
 from verl_profiling.capture.session import process_session
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.tools.npu import Metrics, NpuOptions, NpuTool
@@ -60,9 +60,9 @@ def worker(mode: str = "e2e", **options: Any) -> CaptureMixin:
     return mixin
 
 
-def request(folder: Path, step: int = 1) -> CaptureRequest:
+def request(folder: Path, step: int = 1) -> CaptureStart:
     """Return a request to capture a step into a folder."""
-    return CaptureRequest(capture_id=uuid4().hex, run_id="run", step=step, folder=str(folder))
+    return CaptureStart(capture_id=uuid4().hex, run_id="run", step=step, folder=str(folder))
 
 
 def stop(mixin: CaptureMixin) -> dict[str, Any]:

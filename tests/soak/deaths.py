@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_profiling import ProfilingCallback, stage
-from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.protocol import CaptureStart, StartReply, StopReply
 from verl_profiling.files.run_files import read_run
 from verl_profiling.steps.check import check
 from verl_profiling.workers import CaptureMixin
@@ -49,7 +49,7 @@ class Dying(CaptureMixin):
         self._die = die
         self.init_capture(config, role="actor")
 
-    def start_capture(self, request: CaptureRequest) -> StartReply:
+    def start_capture(self, request: CaptureStart) -> StartReply:
         self._die("begin")
         return super().start_capture(request)
 

@@ -18,7 +18,7 @@ import ray
 from fault_tools import FAULTY
 
 from verl_profiling import ProfilingCallback, ProfilingConfig, stage
-from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.protocol import CaptureStart, StartReply, StopReply
 from verl_profiling.cli import main
 from verl_profiling.engines.adapter import SPOOL_PARENT, EngineAdapter
 from verl_profiling.engines.recorder import EngineRecorder
@@ -118,7 +118,7 @@ class FaultyWorker(CaptureMixin):
         self._step = 0
         self.init_capture(config, role=role, rank=rank, world_size=2)
 
-    def start_capture(self, request: CaptureRequest) -> StartReply:
+    def start_capture(self, request: CaptureStart) -> StartReply:
         fault = self._fault(request.step)
         while self._fault(request.step) == "a worker hangs at the start":
             time.sleep(0.02)
@@ -192,7 +192,7 @@ class Server:
             self.engine, TorchTool(TorchOptions()), replica, checked, RequestLog()
         )
 
-    async def start_capture(self, request: CaptureRequest) -> StartReply:
+    async def start_capture(self, request: CaptureStart) -> StartReply:
         return await self._recorder.start(request)
 
     async def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:

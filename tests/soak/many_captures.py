@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 
 from verl_profiling import ProfilingConfig, stage
-from verl_profiling.capture.protocol import CaptureRequest
+from verl_profiling.capture.protocol import CaptureStart
 from verl_profiling.capture.session import process_session
 from verl_profiling.identity import WorkerIdentity
 
@@ -35,9 +35,7 @@ def growth(tool: str, mode: str, captures: int, folder: Path) -> dict[str, float
     samples = []
     for number in range(1, captures + 1):
         step = folder / f"step_{number:06d}"
-        request = CaptureRequest(
-            capture_id=str(number), run_id="soak", step=number, folder=str(step)
-        )
+        request = CaptureStart(capture_id=str(number), run_id="soak", step=number, folder=str(step))
         session.start(request, worker)
         for name in STAGES:
             with stage(name):

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from verl_profiling import clock
 from verl_profiling.capture.finishing import BackgroundWork, finish
-from verl_profiling.capture.protocol import CaptureRequest, result_of
+from verl_profiling.capture.protocol import CaptureStart, result_of
 from verl_profiling.capture.result_file import measured
 from verl_profiling.capture.stage import OpenStage, SpanLog
 from verl_profiling.files.memory import process_peak_bytes
@@ -75,7 +75,7 @@ class Capture:
         handover_s: Seconds for which a stop on another thread waits for the owner.
     """
 
-    request: CaptureRequest
+    request: CaptureStart
     role: RoleConfig
     identity: WorkerIdentity
     background: BackgroundWork

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from verl_profiling.capture.protocol import CaptureRequest
+from verl_profiling.capture.protocol import CaptureStart
 from verl_profiling.files.opener import appended, make_folder
 from verl_profiling.files.remote import Upload, copy_line
 from verl_profiling.identity import WorkerIdentity, safe_name
@@ -90,7 +90,7 @@ class BackgroundWork:
 def finish(
     output: Output,
     background: BackgroundWork,
-    request: CaptureRequest,
+    request: CaptureStart,
     done: Callable[[Artifact], object],
     complete: Callable[[Artifact], Artifact] = lambda artifact: artifact,
 ) -> Artifact:
@@ -169,7 +169,7 @@ class AfterHooks:
         self._runs: dict[str, Callable[[], None]] = {}
         self._last: dict[str, Callable[[], None]] = {}
 
-    def begun(self, request: CaptureRequest, who: WorkerIdentity, *, recorded: bool = True) -> None:
+    def begun(self, request: CaptureStart, who: WorkerIdentity, *, recorded: bool = True) -> None:
         """Note that a capture has begun, and prepare the process's after hooks for its end.
 
         Args:
@@ -232,7 +232,7 @@ def _run_when(
     run()
 
 
-def _run(name: str, hook: AfterHook, request: CaptureRequest, who: WorkerIdentity) -> None:
+def _run(name: str, hook: AfterHook, request: CaptureStart, who: WorkerIdentity) -> None:
     """Run a hook, and log its outcome."""
     path = Path(request.folder)
     written = request.folder if request.upload is None else request.upload.url

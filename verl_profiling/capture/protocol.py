@@ -21,9 +21,8 @@ from verl_profiling.settings.role import RoleConfig
 StartStatus = Literal["recording", "armed", "joined", "skipped", "refused"]
 
 
-class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to capture. A further request with the same ``capture_id`` joins the running
-    capture.
+class CaptureStart(msgspec.Struct, frozen=True, kw_only=True):
+    """The message that starts a capture; a further one with the same ``capture_id`` joins it.
 
     Attributes:
         capture_id: Unique within the run; different for each window of a rollout.
@@ -38,7 +37,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
         last: Whether this is the last capture of the schedule.
         upload: The upload target of the files, if ``folder`` only stages them.
         roles: The roles under which the worker was added to the callback, in order.
-        workers: The number of workers that get the request.
+        workers: The number of workers that get the message.
         selection: Overrides of the settings; ``None`` for the settings as they are.
     """
 
@@ -112,7 +111,7 @@ class StopReply(msgspec.Struct, frozen=True):
 
 
 def result_of(
-    request: CaptureRequest, role: RoleConfig, identity: WorkerIdentity, **fields: Any
+    request: CaptureStart, role: RoleConfig, identity: WorkerIdentity, **fields: Any
 ) -> CaptureResult:
     """Return a result with the capture id, step, mode and tools of a request and its settings.
 
@@ -145,14 +144,14 @@ def switched_off(identity: WorkerIdentity) -> str:
     return f"switched off for role {identity.role} in the settings passed to init_capture"
 
 
-def cannot_be_had(request: CaptureRequest, problem: object) -> str:
+def cannot_be_had(request: CaptureStart, problem: object) -> str:
     """Return the reason for refusing a capture whose selection this process cannot make."""
     if request.selection is None:
         return str(problem)
     return f"{request.selection.in_words()} cannot be captured by this process: {problem}"
 
 
-def not_set_up(request: CaptureRequest, who: object, arguments: str) -> CaptureStateError:
+def not_set_up(request: CaptureStart, who: object, arguments: str) -> CaptureStateError:
     """Return the refusal of a start on a worker that was not set up.
 
     Args:

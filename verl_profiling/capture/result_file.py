@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from verl_profiling import clock
 from verl_profiling.capture.finishing import AfterHooks, BackgroundWork
-from verl_profiling.capture.protocol import CaptureRequest, result_of, skipped
+from verl_profiling.capture.protocol import CaptureStart, result_of, skipped
 from verl_profiling.files.run_files import RESULT_SUFFIX, capture_of, write_json_atomically
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import (
@@ -41,7 +41,7 @@ _JOINED = (
     "notes",
     "policy_versions",
 )
-_NO_REQUEST = CaptureRequest(capture_id="", run_id="", step=0, folder="")
+_NO_REQUEST = CaptureStart(capture_id="", run_id="", step=0, folder="")
 _NO_RESULT = CaptureResult(identity=WorkerIdentity(role="unknown"))
 _WRITTEN = ("ok", "truncated", "empty")
 _WORST_FIRST: tuple[CaptureStatus, ...] = ("failed", "truncated", "empty", "ok", "skipped")
@@ -62,7 +62,7 @@ class Slot:
         self.hooks = AfterHooks(hooks)
 
     def result(
-        self, capture_id: str | None, identity: WorkerIdentity, open_now: CaptureRequest | None
+        self, capture_id: str | None, identity: WorkerIdentity, open_now: CaptureStart | None
     ) -> CaptureResult:
         """Return the result of the last capture again, or a result ``skipped`` if nothing is open.
 
@@ -130,13 +130,13 @@ class ResultFile:
     """
 
     background: BackgroundWork
-    request: CaptureRequest = _NO_REQUEST
+    request: CaptureStart = _NO_REQUEST
     result: CaptureResult = _NO_RESULT
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _windows: list[CaptureResult] = field(default_factory=list)
 
     def opened(
-        self, request: CaptureRequest, role: RoleConfig, identity: WorkerIdentity
+        self, request: CaptureStart, role: RoleConfig, identity: WorkerIdentity
     ) -> ResultFile:
         """Return the file of a new capture: a new file,
         or for a further window of the step this one.

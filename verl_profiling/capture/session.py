@@ -20,7 +20,7 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture.capture import HANDOVER_S, Capture
 from verl_profiling.capture.protocol import (
-    CaptureRequest,
+    CaptureStart,
     StartReply,
     StopReply,
     cannot_be_had,
@@ -154,7 +154,7 @@ class Session:
         """Whether a capture is open."""
         return self._capture is not None
 
-    def start(self, request: CaptureRequest, identity: WorkerIdentity) -> StartReply:
+    def start(self, request: CaptureStart, identity: WorkerIdentity) -> StartReply:
         """Start the capture of ``request``, or join the capture if it runs already.
 
         Raises:

@@ -26,8 +26,8 @@ from verl_profiling.capture_request import (
     REFUSED,
     REQUEST,
     REQUESTS,
+    CaptureRequest,
     CaptureSelection,
-    Demand,
     new_request_id,
     parse_ranks,
 )
@@ -132,12 +132,13 @@ class Job:
             OSError: The folder cannot be written; behind a URL, other errors are possible.
         """
         by = f"{_user()}@{socket.gethostname()}"[:200]
-        demand = Demand(
+        demand = CaptureRequest(
             id=new_request_id(), by=by, asked_ns=time.time_ns(), steps=steps, selection=selection
         )
         data = msgspec.json.encode(demand)
         try:
-            msgspec.json.decode(data, type=Demand)  # the job decodes it alike, with the same limits
+            # The job decodes it alike, with the same limits.
+            msgspec.json.decode(data, type=CaptureRequest)
         except msgspec.ValidationError as error:
             what, _, field = str(error).rpartition(" - at `$.")
             option = field.strip("`").removeprefix("selection.").partition("[")[0]

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from verl_profiling import clock
-from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply, result_of
+from verl_profiling.capture.protocol import CaptureStart, StartReply, StopReply, result_of
 from verl_profiling.clock import Handshake
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.spmd import HANDSHAKES, Ranks, measured_clock
@@ -43,12 +43,12 @@ class CapturedWorkers:
     """
 
     roster: Roster
-    request: CaptureRequest
+    request: CaptureStart
     ranks: Ranks | None
     notes: list[str]
     rpcs: list[Rpc] = field(default_factory=list)
     _windows: int = 0
-    _open: list[tuple[CaptureRequest, list[Target]]] = field(default_factory=list)
+    _open: list[tuple[CaptureStart, list[Target]]] = field(default_factory=list)
     _started: dict[Worker, StartReply | None] = field(default_factory=dict)
     _results: dict[Worker, CaptureResult] = field(default_factory=dict)
     _failures: dict[Worker, CaptureResult] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class CapturedWorkers:
         default_factory=dict
     )
 
-    def start(self, request: CaptureRequest) -> Waits[None]:
+    def start(self, request: CaptureStart) -> Waits[None]:
         """Start the requested workers.
 
         At the begin of a rollout, these are the engines in discrete mode; else they are all others.
@@ -99,7 +99,7 @@ class CapturedWorkers:
         if not stopping:
             return
         stop_s = self.roster.config.timeouts.stop_s
-        calls: dict[Call, CaptureRequest] = {}
+        calls: dict[Call, CaptureStart] = {}
         for request, targets in stopping:
             stops = self.roster.call(targets, "stop_capture", request.capture_id, timeout_s=stop_s)
             calls |= dict.fromkeys(stops, request)
@@ -135,7 +135,7 @@ class CapturedWorkers:
             for call in calls:
                 self._take(call, noted=False)
 
-    def _take_start(self, call: Call, request: CaptureRequest) -> None:
+    def _take_start(self, call: Call, request: CaptureStart) -> None:
         reply = self._take(call)
         if not isinstance(reply, StartReply):
             self._fail(call.worker, request, call.problem(), stopped=False)
@@ -147,7 +147,7 @@ class CapturedWorkers:
             logger.warning("step %d: %s is not captured: %s", request.step, who, why)
             self._failures[call.worker] = self._lost(call.worker, request, why, status="skipped")
 
-    def _take_stop(self, call: Call, request: CaptureRequest) -> None:
+    def _take_stop(self, call: Call, request: CaptureStart) -> None:
         """Keep the reply to ``stop_capture``; a worker
         that replies too late still writes its result file.
         """
@@ -198,7 +198,7 @@ class CapturedWorkers:
         return reply
 
     def _fail(
-        self, worker: Worker, request: CaptureRequest, reason: str, stopped: bool = True
+        self, worker: Worker, request: CaptureStart, reason: str, stopped: bool = True
     ) -> None:
         """Record the failure of a worker.
 
@@ -288,7 +288,7 @@ class CapturedWorkers:
         return self.ranks.expected(model, self.request.selection)
 
     def _lost(
-        self, worker: Worker, request: CaptureRequest, reason: str, **fields: Any
+        self, worker: Worker, request: CaptureStart, reason: str, **fields: Any
     ) -> CaptureResult:
         role = self.roster.config.for_role(worker.target.roles[0], self.request.selection)
         started = self._started.get(worker)

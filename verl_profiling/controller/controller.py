@@ -16,7 +16,7 @@ from typing import Any
 
 from verl_profiling import clock
 from verl_profiling.capture.finishing import AfterHooks
-from verl_profiling.capture.protocol import CaptureRequest
+from verl_profiling.capture.protocol import CaptureStart
 from verl_profiling.capture.stage import SpanLog
 from verl_profiling.controller.captured_workers import CapturedWorkers
 from verl_profiling.controller.decision import Decisions
@@ -309,7 +309,7 @@ class Controller:
             return None
         place = self._run.place
         world_size = 1 if ranks is None else ranks.world_size
-        request = CaptureRequest(
+        request = CaptureStart(
             capture_id=f"{place.token}-{folder.name}{'' if keep else '-warm-up'}",
             run_id=place.run_id,
             step=step,

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from verl_profiling import clock
-from verl_profiling.capture.protocol import CaptureRequest
+from verl_profiling.capture.protocol import CaptureStart
 from verl_profiling.capture.stage import SpanLog
 from verl_profiling.controller.captured_workers import CapturedWorkers
 from verl_profiling.controller.targets import Waits
@@ -65,7 +65,7 @@ class OpenCapture:
     around: list[StageSpan] = field(default_factory=list)
 
     @property
-    def request(self) -> CaptureRequest:
+    def request(self) -> CaptureStart:
         """The request that was sent to the workers."""
         return self.workers.request
 

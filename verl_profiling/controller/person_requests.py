@@ -20,8 +20,8 @@ from verl_profiling.capture_request import (
     REFUSED,
     REQUEST,
     REQUESTS,
+    CaptureRequest,
     CaptureSelection,
-    Demand,
     Trigger,
     new_request_id,
 )
@@ -62,8 +62,8 @@ class PersonRequests:
         self._check = check
         self._on_signal = on_signal or self._ask_for_next_step
         _replace_handler(signal.SIG_DFL, self._on_signal)
-        self._came: deque[Demand] = deque()
-        self._pending: list[Demand] = []
+        self._came: deque[CaptureRequest] = deque()
+        self._pending: list[CaptureRequest] = []
         self._refusals: deque[tuple[str, str]] = deque()
         self._said: set[str] = set()
         self._folder: LocalFolder | None = None
@@ -111,7 +111,7 @@ class PersonRequests:
                 return self._served(demand, step, scheduled)
         return None
 
-    def _served(self, demand: Demand, step: int, scheduled: bool) -> Decision:
+    def _served(self, demand: CaptureRequest, step: int, scheduled: bool) -> Decision:
         """Return the capture that serves a request from this step on; the rest stays pending."""
         last = step + demand.steps - 1 if self._schedule.continuous else step
         if scheduled and (step_range := self._schedule.step_range(step)):
@@ -149,7 +149,7 @@ class PersonRequests:
             self._thread.join(_LAST_LISTING_S)
         _replace_handler(self._on_signal, signal.SIG_DFL)
 
-    def _accept(self, demand: Demand) -> None:
+    def _accept(self, demand: CaptureRequest) -> None:
         try:
             self._check(demand.selection)
         except ConfigError as error:
@@ -158,7 +158,7 @@ class PersonRequests:
         logger.info("request %s of %s is accepted", demand.id, visible(demand.by) or "somebody")
         self._pending.append(demand)
 
-    def _is_due(self, demand: Demand, scheduled: bool) -> bool:
+    def _is_due(self, demand: CaptureRequest, scheduled: bool) -> bool:
         """Return whether this step can serve a request.
 
         A request that overrides settings waits for an unscheduled step, unless every step is
@@ -186,7 +186,7 @@ class PersonRequests:
 
     # The files.
 
-    def _take_all(self) -> list[Demand]:
+    def _take_all(self) -> list[CaptureRequest]:
         """Return the new requests, oldest first."""
         if self._folder is not None:
             self._exchange(self._folder)
@@ -196,7 +196,7 @@ class PersonRequests:
         return sorted(came, key=lambda demand: demand.asked_ns)
 
     def _ask_for_next_step(self, *_: object) -> None:
-        self._came.append(Demand(id=new_request_id(), by=SIGNAL))
+        self._came.append(CaptureRequest(id=new_request_id(), by=SIGNAL))
 
     def _listen(self, url: str) -> None:
         """Read requests from a folder behind a URL and write refusals there,
@@ -224,7 +224,7 @@ class PersonRequests:
         try:
             data = folder.read(name)
             folder.remove(name)
-            demand = msgspec.json.decode(data, type=Demand)
+            demand = msgspec.json.decode(data, type=CaptureRequest)
             if demand.id != request:
                 raise ValueError(f"the file holds request {demand.id!r}")
         except FileNotFoundError:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.capture.protocol import CaptureRequest
+from verl_profiling.capture.protocol import CaptureStart
 from verl_profiling.capture.session import named_stages
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.controller.targets import Call, Target, Waits, make_targets, wait_for
@@ -273,7 +273,7 @@ class Roster:
         """
         calls: list[Call] = []
         for target in targets:
-            if arguments and isinstance(request := arguments[0], CaptureRequest):
+            if arguments and isinstance(request := arguments[0], CaptureStart):
                 arguments = (msgspec.structs.replace(request, roles=list(target.roles)),)
             calls += target.call(method, *arguments)
         for call in calls:

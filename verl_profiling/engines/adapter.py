@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import msgspec
 
-from verl_profiling.capture.protocol import CaptureRequest, cannot_be_had
+from verl_profiling.capture.protocol import CaptureStart, cannot_be_had
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import WorkerIdentity
@@ -244,7 +244,7 @@ def new_spool(folder: Path) -> Path:
     return folder / SPOOL_PARENT / uuid4().hex[:12]
 
 
-def refusal(config: ProfilingConfig, role: str, request: CaptureRequest, engine: str) -> str:
+def refusal(config: ProfilingConfig, role: str, request: CaptureStart, engine: str) -> str:
     """Return why an engine cannot make a capture with the tool that it was started with;
     empty if it can.
     """

@@ -21,7 +21,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.finishing import finish
-from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply, result_of
+from verl_profiling.capture.protocol import CaptureStart, StartReply, StopReply, result_of
 from verl_profiling.capture.result_file import NOT_STOPPED, ResultFile, Slot, measured
 from verl_profiling.engines.adapter import EngineAdapter, refusal
 from verl_profiling.engines.request_log import RequestLog
@@ -82,7 +82,7 @@ class EngineRecorder:
         self._lock = asyncio.Lock()  # held while a window is opened or closed
         self._slot = Slot(self.config.after)
 
-    async def start(self, request: CaptureRequest) -> StartReply:
+    async def start(self, request: CaptureStart) -> StartReply:
         """Start a capture, or join the capture if it runs already.
 
         Raises:
@@ -142,9 +142,7 @@ class EngineRecorder:
                 await self._settle(self._stop_s)
             return self._slot.result(capture_id, self.identity, window.request if window else None)
 
-    async def _open(
-        self, request: CaptureRequest, role: RoleConfig, ranks: Sequence[int]
-    ) -> Window:
+    async def _open(self, request: CaptureStart, role: RoleConfig, ranks: Sequence[int]) -> Window:
         if request.keep:
             request.make_folder()
         file = self._slot.file.opened(request, role, self.identity)
@@ -170,7 +168,7 @@ class EngineRecorder:
         return window
 
     def _new_window(
-        self, request: CaptureRequest, role: RoleConfig, file: ResultFile, ranks: Sequence[int]
+        self, request: CaptureStart, role: RoleConfig, file: ResultFile, ranks: Sequence[int]
     ) -> Window:
         parts = (request, role, file, self.engine, self.tool, self.identity, ranks)
         if self._ranges is None:
@@ -288,7 +286,7 @@ class Window(ABC):
         timer: Ends recording after ``rollout.max_window_s``.
     """
 
-    request: CaptureRequest
+    request: CaptureStart
     role: RoleConfig
     file: ResultFile
     engine: EngineAdapter

@@ -12,8 +12,9 @@ from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import WEIGHT_SYNC
 from verl_profiling.shifts import Series
 from verl_profiling.trajectories.spans import TRAJECTORY
-from verl_profiling.watch.exposed import Standing, alone_ns, standings
+from verl_profiling.watch.exposed import alone_ns, standings
 from verl_profiling.watch.span_past import GENERATE, NEWS, SpanKey, SpanPast, by_role, worker_role
+from verl_profiling.watch.standing import Standing
 from verl_profiling.watch.suspicion import Suspicion, healthiest
 
 _MOST_SPANS_NAMED = 2

@@ -9,7 +9,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.protocol import (
-    CaptureRequest,
+    CaptureStart,
     StartReply,
     StopReply,
     not_set_up,
@@ -94,7 +94,7 @@ class CaptureMixin:
         """The session of this process; ``self.capture.step()`` counts a mini-batch."""
         return process_session()
 
-    def start_capture(self, request: CaptureRequest) -> StartReply:
+    def start_capture(self, request: CaptureStart) -> StartReply:
         """Start, arm or join a capture. The callback calls this method.
 
         Raises:

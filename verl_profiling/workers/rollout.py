@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from verl_profiling.capture.protocol import (
-    CaptureRequest,
+    CaptureStart,
     StartReply,
     StopReply,
     not_set_up,
@@ -136,7 +136,7 @@ class RolloutCaptureMixin:
             )
             self._capture_identity = self._capture_recorder.identity
 
-    async def start_capture(self, request: CaptureRequest) -> StartReply:
+    async def start_capture(self, request: CaptureStart) -> StartReply:
         """Start or join a capture. The callback calls this method.
 
         Raises:
