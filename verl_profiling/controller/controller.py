@@ -20,8 +20,7 @@ from verl_profiling.capture.protocol import CaptureStart
 from verl_profiling.capture.stage import SpanLog
 from verl_profiling.controller.captured_workers import CapturedWorkers
 from verl_profiling.controller.decision import Decisions
-from verl_profiling.controller.loop_order import LoopOrder
-from verl_profiling.controller.loop_stages import LoopStages
+from verl_profiling.controller.loop import LoopOrder, LoopStages
 from verl_profiling.controller.open_capture import OpenCapture, whole_version
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.run import Run, is_pending
