@@ -37,6 +37,8 @@ from verl_profiling.tools.devices import used_devices
 logger = logging.getLogger(__name__)
 
 HANDOVER_S = 30.0
+"""Longest wait (s) of a stop for the thread that started the tools."""
+
 _LOOK_S = 0.2
 """Least time between two readings of the memory that a stop needs, as each reads /proc."""
 

@@ -32,7 +32,7 @@ from verl_profiling.units import visible
 logger = logging.getLogger(__name__)
 
 _LOGS = "after"
-_LOOK_AGAIN_S = 0.25
+_LOOK_AGAIN_S = 0.25  # each look reads the manifest
 _GRACE_S = 5.0  # for a command that handles SIGTERM
 
 

@@ -34,7 +34,7 @@ from verl_profiling.settings.schedule import Action, Decision
 
 logger = logging.getLogger(__name__)
 
-_LEAST_STEPS = 2
+_LEAST_STEPS = 2  # another rank may be in the next step already
 _LEAD_S = 2.5  # ranks look for announcements once a second
 _STEPS = 9  # of which the median duration is taken
 

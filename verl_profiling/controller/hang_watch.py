@@ -38,8 +38,8 @@ from verl_profiling.watch.sums import NO_LOOKS, StageSums, WatchQuestion, WatchR
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_PAUSE_S = 2.0
-_ANSWER_S = 1.0
+_LONGEST_PAUSE_S = 2.0  # between two looks; a short hang_s has five looks
+_ANSWER_S = 1.0  # beyond the pause of the workers' own looks
 _USUAL_STEPS = 20  # of which the median duration of a stage is taken
 _MANY_TIMES = 3  # longer than usual: less is a slow stage
 _KEY = "watch/hangs"

@@ -27,6 +27,7 @@ MOST_UNREAD = 64
 """Maximum number of a rank's messages that rank 0 has not read; further messages are dropped."""
 
 _COLLECTIVES = "watch/collectives"
+# Between polls of the store, which serves all ranks: each pause is a quarter longer.
 _SHORTEST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
 

@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 PROBLEMS = (OSError, RuntimeError, ValueError, msgspec.MsgspecError)
 """Exceptions of a store, and of decoding its values."""
 
-HANDSHAKES = 8
-_HANDSHAKE_S = 2.0
+HANDSHAKES = 8  # of which the shortest counts
+_HANDSHAKE_S = 2.0  # rank 0 looks once a second
 _LOOK_S = 1.0
-_FIRST_LOOK_S = 0.02
+_FIRST_LOOK_S = 0.02  # the first captured step waits for the run's place
 
 _trainings = count(1)
 

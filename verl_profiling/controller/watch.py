@@ -57,9 +57,9 @@ even if fewer steps than ``watch.every`` have ended.
 _Uses = dict[ProcessId, tuple[WorkerIdentity, list[RankUse | None]]]
 """The replies of processes: the worker, and its stages in each step."""
 
-_HANDSHAKES = 32
+_HANDSHAKES = 32  # the latest ones, as clocks drift; the shortest counts
 _LONGEST_WAIT_S = 1.0  # then the time that is left is asked for again: training may have ended
-_RESTART_PAUSE_S = 0.2
+_RESTART_PAUSE_S = 0.2  # Ray restarts the actor meanwhile
 
 
 class Watch:

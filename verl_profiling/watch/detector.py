@@ -36,7 +36,7 @@ less is a warm-up.
 # Of the threshold of a lead: the least in each of five steps, and what three steps suffice for.
 _STEADY_LEAD = 0.3
 _LARGE_LEAD = 3.0
-_BESIDE_THE_WORST = 0.1
+_BESIDE_THE_WORST = 0.1  # share of the largest excess from which a role is slow too
 
 
 class Detector:

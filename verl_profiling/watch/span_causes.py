@@ -17,7 +17,7 @@ from verl_profiling.watch.span_past import GENERATE, NEWS, SpanKey, SpanPast, by
 from verl_profiling.watch.standing import Standing
 from verl_profiling.watch.suspicion import Suspicion, healthiest
 
-_MOST_SPANS_NAMED = 2
+_MOST_SPANS_NAMED = 2  # in a reason, which is one line of the log
 
 
 def explained(

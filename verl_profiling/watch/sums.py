@@ -47,8 +47,8 @@ ten times as long for other names.
 
 _DEVICES = ("cuda", "npu")
 _LONGEST_NAME = 200
-_SHORTEST_SLICE_NS = 20_000_000
-_TOUCHING_NS = 1_000_000
+_SHORTEST_SLICE_NS = 20_000_000  # doubled whenever the slices are too many
+_TOUCHING_NS = 1_000_000  # runs of a stage with a shorter gap are one
 _SLACK_NS = 50_000_000
 _SMALL_PART = 100
 """Least part of a stage in a step: 1/100 of the stage if it has ended,

@@ -35,7 +35,7 @@ _SWITCHED_OFF = "set profiling.roles.rollout.enable=false"
 _EVERYWHERE = (*TRAINING_ROLES, ROLLOUT_ROLE)
 _BLOCKS = {role: f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref", ROLLOUT_ROLE)}
 _BLOCKS["critic"] = "critic.profiler"
-_MOST_NAMED = 10
+_MOST_NAMED = 10  # steps in a log line
 _TOOLS = ("torch", "torch_memory", "npu", "nsys")
 _REPLICA_SIZES = (
     "tensor_model_parallel_size",

@@ -28,7 +28,7 @@ _OWN_PROFILER = ("start_profile", "stop_profile")
 _ONWARD_ONLY = ("wandb", "vemlp_wandb")
 """Trackers that reject values of earlier steps."""
 _CONSOLE = "console"
-_MOST_WAITING = 1000
+_MOST_WAITING = 1000  # summaries; trackers get one with each step that verl logs
 _OFF = "profiling is switched off, training goes on: %s"
 _GROUPS = (("actor", "actor_rollout_wg"), ("ref", "ref_policy_wg"), ("critic", "critic_wg"))
 _NO_METHODS = (

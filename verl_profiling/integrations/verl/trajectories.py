@@ -30,7 +30,7 @@ _TOKENIZING = (
 )
 _TIMERS = {"compute_score": "reward"}
 _UNKNOWN_TOOL = "tool:(unknown)"
-_LONGEST_NAME = 120
+_LONGEST_NAME = 120  # a model writes the name of a tool
 _STARTS_NOTHING = "verl.tools.base_tool"
 """Module of the base class of tools. Its ``create`` and ``release`` start
 and stop no environment.
