@@ -104,7 +104,8 @@ def finish(
         done: Called with the artifact's final status, if there is work.
         complete: Adds the fields that are not from the tool.
     """
-    compress, upload = output.finish, request.upload
+    compress = output.finish
+    upload = request.upload
     uploads = upload is not None and (compress or output.artifact.status in ("ok", "truncated"))
     artifact = complete(output.artifact)
     if not (compress or uploads):

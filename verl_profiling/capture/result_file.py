@@ -181,7 +181,8 @@ class ResultFile:
             result = replace(result, status="skipped", reason="warm-up", artifacts=[])
         if failed:
             result = replace(result, status="failed", reason=failed)
-        step, versions = self.request.step, result.policy_versions
+        step = self.request.step
+        versions = result.policy_versions
         artifacts = [
             replace(artifact, step=step, policy_versions=versions) for artifact in result.artifacts
         ]
@@ -224,7 +225,8 @@ class ResultFile:
     def _write(self, upload: bool = False) -> CaptureResult:
         request = self.request
         result = self._windows[0] if len(self._windows) == 1 else _merged(self._windows)
-        name, notes = result.identity.name, result.notes
+        name = result.identity.name
+        notes = result.notes
         numbers, infinite = finite_numbers(result.metrics)
         if infinite:
             notes = list(dict.fromkeys([*notes, f"{name}: {infinite[0]}"]))

@@ -194,10 +194,12 @@ class Session:
                 return StartReply(capture.identity, "joined", received_ns)
             file = self._slot.file.opened(request, role, identity)
             handover_s = min(HANDOVER_S, self._configs[identity.name].timeouts.stop_s / 2)
-            background, log = self._slot.background, SpanLog(self)
+            background = self._slot.background
+            log = SpanLog(self)
             capture = Capture(request, role, identity, background, file.finished, log, handover_s)
             expected = capture.open()
-            self._capture, self._slot.file = capture, file
+            self._capture = capture
+            self._slot.file = file
             clock.hold()
             self._pass_stages_to(capture)
             self._slot.hooks.begun(request, identity)

@@ -229,7 +229,8 @@ class OpenStage(Begun, eq=False, gc=False):
 
     def depth(self) -> int:
         """Return the number of enclosing stages in the same log."""
-        depth, outer = 0, self.parent
+        depth = 0
+        outer = self.parent
         while outer is not None:
             depth += outer.log is self.log
             outer = outer.parent

@@ -75,17 +75,17 @@ class Anomalies:
             self._compare(summary)
         else:
             self._search_suspects(summary)
-        found = self._detector.observe(summary)
-        if found is None:
+        suspicion = self._detector.observe(summary)
+        if suspicion is None:
             return
-        logger.warning("watch: %s", found.reason)
-        summary.noticed = found.trigger()
-        if found.is_over:
+        logger.warning("watch: %s", suspicion.reason)
+        summary.noticed = suspicion.trigger()
+        if suspicion.is_over:
             return
         summary.waits = self._refusal(summary.step + 1)
-        if found.stage and not found.suspects:
+        if suspicion.stage and not suspicion.suspects:
             self._recorders.begin()
-        self._keep(found, summary)
+        self._keep(suspicion, summary)
 
     def _search_suspects(self, summary: StepSummary) -> None:
         """Look in a later step for the suspects of an anomaly without any."""
@@ -102,17 +102,17 @@ class Anomalies:
             summary.noticed = named.trigger()
             self._uses = {use.lane: use for use in summary.processes}
 
-    def _keep(self, found: Suspicion, summary: StepSummary) -> None:
+    def _keep(self, suspicion: Suspicion, summary: StepSummary) -> None:
         """Keep an anomaly until it is captured: of a batch, the first one with suspects."""
         noticed = self._noticed
         if noticed is not None:
-            if not self._waits and (noticed.suspects or not found.suspects):
+            if not self._waits and (noticed.suspects or not suspicion.suspects):
                 return
             if self._waits:
                 logger.warning(
                     "watch: it takes the place of the anomaly of step %s", noticed.noticed
                 )
-        self._noticed = found
+        self._noticed = suspicion
         self._waits = ""
         self._noticed_s = time.monotonic()
         self._listened = 0

@@ -143,7 +143,8 @@ class CapturedWorkers:
         self._started[call.worker] = reply
         call.worker.identity = reply.identity
         if reply.status == "refused":
-            who, why = reply.identity, reply.reason
+            who = reply.identity
+            why = reply.reason
             logger.warning("step %d: %s is not captured: %s", request.step, who, why)
             self._failures[call.worker] = self._lost(call.worker, request, why, status="skipped")
 

@@ -365,7 +365,8 @@ class Controller:
 
     def _conclude(self, live: OpenCapture, why: str) -> Waits[list[CaptureResult]]:
         """Stop all workers and write the manifest; return the workers' results."""
-        folder, upload = live.folder, live.request.upload
+        folder = live.folder
+        upload = live.request.upload
         try:
             results = yield from live.close(why)
             if live.leads:

@@ -104,8 +104,9 @@ class Decisions:
             self._unreached = why
             if self.ranks is not None and self._watch is not None:
                 role = next((target.roles[0] for target in self._roster.driven(None)), "controller")
-                own = WorkerIdentity(role=role, rank=(process_rank() or (0, 1))[0])
-                self._watch.begin_with(self.ranks, process_session().identity or own)
+                rank, _ = process_rank() or (0, 1)
+                identity = process_session().identity or WorkerIdentity(role=role, rank=rank)
+                self._watch.begin_with(self.ranks, identity)
         self.complete = self._watch is None or not self._unreached
         return not self._unreached
 

@@ -181,7 +181,8 @@ class OpenCapture:
         Returns:
             The results of the workers of this process.
         """
-        workers, ranks = self.workers, self.workers.ranks
+        workers = self.workers
+        ranks = workers.ranks
         self.end_ns = self.step.end_ns or clock.now_ns()
         self.complete = True
         if why:

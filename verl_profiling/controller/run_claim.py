@@ -195,7 +195,8 @@ def _claim(root: LocalFolder | RemoteFolder, info: RunInfo) -> tuple[str, bool]:
     """Claim the first free folder; return its path or URL,
     and whether an earlier run has this name.
     """
-    owner, resumes = "", False
+    owner = ""
+    resumes = False
     data = json_of(info)
     number = 1
     while True:

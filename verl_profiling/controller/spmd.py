@@ -63,7 +63,8 @@ class Ranks:
 
         connection = store.clone() if hasattr(store, "clone") else store
         self._store = PrefixStore(f"verl_profiling/{next(_trainings)}", connection)
-        self.rank, self.world_size = rank, world_size
+        self.rank = rank
+        self.world_size = world_size
         self.others = range(1, world_size)
         self.processes: dict[int, ProcessId] = {}
         self.clock: HostClock | None = None

@@ -212,7 +212,8 @@ def _check_rollout(config: Any, settings: ProfilingConfig) -> None:
     chosen = settings.for_role(ROLLOUT_ROLE)
     if not chosen.enable:
         return
-    rollout, device = config.actor_rollout_ref.rollout, _device(config)
+    rollout = config.actor_rollout_ref.rollout
+    device = _device(config)
     if rollout.name not in _ENGINES:
         why = f"{rollout.name} cannot be captured ({choices_hint(rollout.name, _ENGINES)})"
         raise ConfigError("actor_rollout_ref.rollout", f"{why}; {_SWITCHED_OFF}")
@@ -280,7 +281,8 @@ def _bridged(config: Any, notes: list[str]) -> dict[str, Any]:
 def _window(rollout: Mapping[str, Any]) -> dict[str, Any]:
     """Return the window of engine iterations, which verl calls response tokens."""
     window = (rollout.get("tool_config") or {}).get(rollout.get("tool")) or {}
-    start, end = window.get("profile_token_start") or 0, window.get("profile_token_end")
+    start = window.get("profile_token_start") or 0
+    end = window.get("profile_token_end")
     return {"start": start, "count": None if end is None else end - start, "max_window_s": None}
 
 
