@@ -233,7 +233,7 @@ class SessionRecorder:
         self._open = ""
         process_session().register(self.config, self.identity)
 
-    async def start(self, request: CaptureRequest) -> StartReply:
+    async def start(self, request: CaptureStart) -> StartReply:
         """Start a capture, or join the open capture of this process."""
         session, who = process_session(), self.identity
         if request.stage is not None and not self._open and session.recording:
