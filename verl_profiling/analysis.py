@@ -38,8 +38,8 @@ from verl_profiling.units import visible
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from verl_profiling.predict.graph import Graph
     from verl_profiling.predict.prediction import Prediction
+    from verl_profiling.predict.segments import Graph
     from verl_profiling.steps.lanes import Lane
 
 __all__ = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_profiling.predict.graph import Graph, Poll, Segment
 from verl_profiling.predict.path import critical_path, replay, slacks_ns
+from verl_profiling.predict.segments import Graph, Poll, Segment
 
 
 @st.composite

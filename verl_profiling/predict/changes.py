@@ -2,7 +2,7 @@
 
 A new change is a field of :class:`Changes`, with its check, its option and its assumption, and
 takes effect in :class:`Baseline`. Other resources are replayed in
-:mod:`verl_profiling.predict.resources`.
+:mod:`verl_profiling.predict.replicas`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from numbers import Integral, Real
+from typing import Any
 
 import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.numbers.lost import ROLLOUT
-from verl_profiling.predict.graph import LAG_BY, WORK, Graph
 from verl_profiling.predict.kernels import KERNEL
 from verl_profiling.predict.path import Chains, Replay, replay
-from verl_profiling.slices.intervals import length, spans_of
+from verl_profiling.predict.segments import LAG_BY, WORK, Graph
+from verl_profiling.slices.intervals import length, time_of
 from verl_profiling.steps.records import LOOP_LAG, OTHERS, UNKNOWN
 from verl_profiling.steps.requests import VALIDATE
 from verl_profiling.units import duration
@@ -67,50 +69,29 @@ class Changes(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         for option, names in (("--balance", self.balance), ("--unblock", self.unblock)):
-            if isinstance(names, str) or not isinstance(names, Sequence):
-                raise ConfigError(option, f"{names!r} is no list of names, such as ['search']")
-        for option, values, unit in (
-            ("--scale", self.scale, "0.5"),
-            ("--tools", self.tools, "0.2 (s)"),
-        ):
-            if not isinstance(values, Mapping):
-                raise ConfigError(option, f"{values!r} is no mapping; give {{'name': {unit}}}")
-            for name, value in values.items():
-                number = factor_of(value) if option == "--tools" else value
-                number = value if number is None else number
-                if not isinstance(number, Real) or not 0 <= number < math.inf:
-                    said = f"{name}={value!r} is not a finite number of at least 0, such as {unit}"
-                    raise ConfigError(option, said)
-        if self.no_tail is not None and not (
-            isinstance(self.no_tail, Real) and 0 < self.no_tail <= 100
-        ):
-            raise ConfigError(
-                "--no-tail", f"{self.no_tail!r} is not a percentage above 0 and at most 100"
-            )
-        if self.replicas is not None and not (
-            isinstance(self.replicas, Integral) and self.replicas >= 1
-        ):
-            raise ConfigError("--replicas", f"{self.replicas!r} is not an integer of at least 1")
-        if self.steps_ahead not in (None, 0, 1):
-            raise ConfigError("--async", f"{self.steps_ahead!r} is not 0 or 1")
+            is_list = isinstance(names, Sequence) and not isinstance(names, str)
+            _check(is_list, option, f"{names!r} is no list of names, such as ['search']")
+        _check_numbers("--scale", self.scale, "0.5")
+        _check_numbers("--tools", self.tools, "0.2 (s)")
+        tail, replicas, ahead = self.no_tail, self.replicas, self.steps_ahead
+        is_percentage = tail is None or (isinstance(tail, Real) and 0 < tail <= 100)
+        _check(is_percentage, "--no-tail", f"{tail!r} is not a percentage above 0 and at most 100")
+        is_count = replicas is None or (isinstance(replicas, Integral) and replicas >= 1)
+        _check(is_count, "--replicas", f"{replicas!r} is not an integer of at least 1")
+        _check(ahead in (None, 0, 1), "--async", f"{ahead!r} is not 0 or 1")
 
     def options(self) -> list[str]:
         """Return the changes as options of the command."""
-        return [
-            *(
-                f"--scale {shlex.quote(f'{name}={factor:.6g}')}"
-                for name, factor in self.scale.items()
-            ),
-            *(f"--balance {_listed(name)}" for name in self.balance),
-            *([f"--no-tail {self.no_tail:.6g}"] if self.no_tail is not None else []),
-            *(
-                f"--tools {shlex.quote(f'{name}={_said(value)}')}"
-                for name, value in self.tools.items()
-            ),
-            *(f"--unblock {_listed(name)}" for name in self.unblock),
-            *([f"--replicas {self.replicas}"] if self.replicas is not None else []),
-            *([f"--async {self.steps_ahead}"] if self.steps_ahead is not None else []),
-        ]
+        pairs = [("--scale", f"{name}={factor:.6g}") for name, factor in self.scale.items()]
+        pairs += [("--balance", _listed(name)) for name in self.balance]
+        if self.no_tail is not None:
+            pairs.append(("--no-tail", f"{self.no_tail:.6g}"))
+        pairs += [("--tools", f"{name}={_said(value)}") for name, value in self.tools.items()]
+        pairs += [("--unblock", _listed(name)) for name in self.unblock]
+        for option, count in (("--replicas", self.replicas), ("--async", self.steps_ahead)):
+            if count is not None:
+                pairs.append((option, str(count)))
+        return [f"{option} {shlex.quote(value)}" for option, value in pairs]
 
     def with_more(self, more: Changes) -> Changes:
         """Return these changes and more; factors of one stage are multiplied,
@@ -152,6 +133,22 @@ class Changes(msgspec.Struct, frozen=True):
         times = (scaled, self.kernels, self.balance, self.no_tail, self.tools, self.unblock)
         changed = (*times, self.steps_ahead)
         return [sentence for sentence, change in zip(_ASSUMED, changed, strict=True) if change]
+
+
+def _check(holds: bool, option: str, problem: str) -> None:
+    if not holds:
+        raise ConfigError(option, problem)
+
+
+def _check_numbers(option: str, values: Any, example: str) -> None:
+    is_mapping = isinstance(values, Mapping)
+    _check(is_mapping, option, f"{values!r} is no mapping; give {{'name': {example}}}")
+    for name, value in values.items():
+        factor = factor_of(value) if option == "--tools" else None
+        number: float | str = value if factor is None else factor
+        is_finite = isinstance(number, Real) and 0 <= number < math.inf
+        problem = f"{name}={value!r} is not a finite number of at least 0, such as {example}"
+        _check(is_finite, option, problem)
 
 
 class Baseline:
@@ -229,21 +226,10 @@ class Baseline:
 
     def _times_ns(self, changes: Changes) -> Iterator[list[int]]:
         """Return the changed durations of segments, and delays before them."""
-        segments = self.graph.segments
         took, delay = list[float](self._took_ns), list[float](self.graph.delay_ns)
         for stage, factor in changes.scale.items():
-            if stage.startswith(KERNEL):
-                continue
-            check_name(
-                "--scale",
-                f"stage {stage!r}",
-                stage,
-                {name for one in segments for name in one.within},
-            )
-            for at, one in enumerate(segments):
-                if stage in one.within:
-                    took[at] = one.capture_ns + (took[at] - one.capture_ns) * factor
-                delay[at] *= factor if stage in one.around else 1.0
+            if not stage.startswith(KERNEL):
+                self._scale(stage, factor, took, delay)
         for stage in changes.balance:
             check_name("--balance", f"stage {stage!r} of several workers", stage, self.balanced)
             for at, factor in _shares(self.graph, stage).items():
@@ -253,7 +239,7 @@ class Baseline:
             times = factor_of(value)
             for at, call_ns in self.calls[tool_name(name)].items():
                 if times is None:
-                    took[at] = segments[at].recorded_ns * float(value) * 1e9 / call_ns
+                    took[at] = self.graph.segments[at].recorded_ns * float(value) * 1e9 / call_ns
                 else:
                     took[at] *= times
         for name in changes.unblock:
@@ -262,6 +248,16 @@ class Baseline:
             for at in self.blocked[tool_name(name)]:
                 took[at] = 0.0
         return ([round(ns) for ns in column] for column in (took, delay))
+
+    def _scale(self, stage: str, factor: float, took: list[float], delay: list[float]) -> None:
+        """Scale the time of a stage, but not that of the capture in it."""
+        stages = set(chain.from_iterable(one.within for one in self.graph.segments))
+        check_name("--scale", f"stage {stage!r}", stage, stages)
+        for at, one in enumerate(self.graph.segments):
+            if stage in one.within:
+                took[at] = one.capture_ns + (took[at] - one.capture_ns) * factor
+            if stage in one.around:
+                delay[at] *= factor
 
     def hidden_ranks(self, stage: str) -> int:
         """Return the number of ranks in a stage whose waits for each other are not recorded; else
@@ -300,7 +296,7 @@ def _said(value: float | str) -> str:
 
 def _listed(name: str) -> str:
     r"""Return a name as an item of an option's list, in which a comma of a name is ``\,``."""
-    return shlex.quote(name.replace(",", "\\,"))
+    return name.replace(",", "\\,")
 
 
 def tool_name(name: str) -> str:
@@ -328,28 +324,26 @@ def _shares(graph: Graph, stage: str) -> dict[int, float]:
 
     Workers that wait for each other take the mean between their collectives.
     """
-    runs = defaultdict[tuple[str, str, int], dict[int, list[int]]](
-        dict
-    )  # side by side: segments by worker
+    side_by_side = defaultdict[tuple[str, str, int], dict[int, list[int]]](dict)
     for at, one in enumerate(graph.segments):
         if one.part >= 0 and graph.parts[one.part][1] == stage:
-            runs[graph.parts[one.part]].setdefault(one.part, []).append(at)
+            side_by_side[graph.parts[one.part]].setdefault(one.part, []).append(at)
     factors: dict[int, float] = {}
-    for run in runs.values():
-        kinds = {tuple(graph.segments[at].kind for at in ats) for ats in run.values()}
-        phases = [list(run.values())]
-        if len(kinds) == 1 and set(*kinds) == {WORK}:  # all have the same collectives
-            phases = [[[at] for at in phase] for phase in zip(*run.values(), strict=True)]
-        for phase in phases:
-            spans = (
-                [(graph.segments[at].begin_ns, graph.segments[at].end_ns) for at in ats]
-                for ats in phase
-            )
-            worked_ns = [length(spans_of(of_worker)) for of_worker in spans]
+    for of_workers in side_by_side.values():
+        for phase in _phases(graph, list(of_workers.values())):
+            worked_ns = [length(time_of(graph.segments[at] for at in ats)) for ats in phase]
             mean_ns = sum(worked_ns) / len(worked_ns)
             for ats, ns in zip(phase, worked_ns, strict=True):
                 factors |= {at: mean_ns / ns for at in ats if ns}
     return factors
+
+
+def _phases(graph: Graph, of_workers: list[list[int]]) -> list[list[list[int]]]:
+    """Return the segments of workers between their collectives, if all have the same ones."""
+    kinds = {tuple(graph.segments[at].kind for at in ats) for ats in of_workers}
+    if len(kinds) == 1 and set(*kinds) == {WORK}:
+        return [[[at] for at in phase] for phase in zip(*of_workers, strict=True)]
+    return [of_workers]
 
 
 def _tails(found: Replay, percent: float) -> Iterable[tuple[int, set[int]]]:

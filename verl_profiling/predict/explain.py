@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from operator import sub
 from statistics import median
 from typing import NamedTuple
@@ -17,8 +18,8 @@ import numpy as np
 
 from verl_profiling.numbers.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.numbers.lost import ROLLOUT
-from verl_profiling.predict.graph import DELAY, WORK, Graph
 from verl_profiling.predict.path import replay
+from verl_profiling.predict.segments import DELAY, WORK, Graph, Segment
 from verl_profiling.steps.causes import joined_causes
 from verl_profiling.steps.records import BEFORE, OTHERS, UNEXPLAINED
 
@@ -59,34 +60,49 @@ def explain(before: Sequence[Graph], after: Sequence[Graph]) -> dict[str, tuple[
         after: The steps of B, at least one.
     """
     sides = (before, after)
-    kinds = joined_causes(
-        *({one.kind for graph in side for one in graph.segments} for side in sides)
-    )
-    told = all(
-        any(one.request and one.request.response_tokens for graph in side for one in graph.segments)
-        for side in sides
-    )
-    own, other = (_units(side, kinds, told) for side in sides)
-    changes: defaultdict[str, _Changes] = defaultdict(list)
-    for (part, kind), units in own.items():
-        changes[part] += _replaced(units, other.get((part, kind), ()))
-    gone: defaultdict[str, _Changes] = defaultdict(list)
-    for (part, _), units in other.items():
-        if part not in changes:
-            gone[part] += [(unit, 0.0) for unit in units]
-    found = _in_turn(before, changes) | {part: -s for part, s in _in_turn(after, gone).items()}
-    spans_s = [[(one.end_ns - one.begin_ns) / 1e9 for one in side] for side in sides]
+    kinds = joined_causes(*map(_kinds, sides))
+    has_tokens = all(map(_has_tokens, sides))
+    units, others = (_units(side, kinds, has_tokens) for side in sides)
+    changes, gone = _changes(units, others)
+    explained_s = _in_turn(before, changes)
+    explained_s |= {part: -s for part, s in _in_turn(after, gone).items()}
+    spans_s = [[(graph.end_ns - graph.begin_ns) / 1e9 for graph in side] for side in sides]
     change_s = median(spans_s[1]) - median(spans_s[0])
     least_s = _LEAST_SHARE * median(spans_s[0])
     step_noise_s = max((max(side) - min(side)) / 2 for side in spans_s)
-    rest_s = change_s - sum(found.values())
+    rest_s = change_s - sum(explained_s.values())
     if abs(rest_s) > max(abs(change_s), least_s):
         return {UNEXPLAINED: (change_s, step_noise_s)}
-    large = {part: s for part, s in found.items() if abs(s) >= least_s}
-    of_sides = [(side, units, _spans_s(side)) for side, units in ((before, own), (after, other))]
-    noise = {part: max(_noise_s(*one, part) for one in of_sides) for part in large}
-    rest = {OTHERS: sum(found.values()) - sum(large.values()), UNEXPLAINED: rest_s}
-    return {part: (s, noise.get(part, step_noise_s)) for part, s in (large | rest).items()}
+    replayed = [(before, units, _spans_s(before)), (after, others, _spans_s(after))]
+    parts, small_s = dict[str, tuple[float, float]](), 0.0
+    for part, s in explained_s.items():
+        if abs(s) >= least_s:
+            parts[part] = s, max(_noise_s(*side, part) for side in replayed)
+        else:
+            small_s += s
+    return parts | {OTHERS: (small_s, step_noise_s), UNEXPLAINED: (rest_s, step_noise_s)}
+
+
+def _kinds(graphs: Sequence[Graph]) -> set[str]:
+    return {segment.kind for graph in graphs for segment in graph.segments}
+
+
+def _has_tokens(graphs: Sequence[Graph]) -> bool:
+    """Return whether the tokens of responses are recorded."""
+    segments = chain.from_iterable(graph.segments for graph in graphs)
+    return any(one.request and one.request.response_tokens for one in segments)
+
+
+def _changes(units: _Units, others: _Units) -> tuple[dict[str, _Changes], dict[str, _Changes]]:
+    """Return the changes of A's parts to those of B, and of parts that only B has, by part."""
+    changes: defaultdict[str, _Changes] = defaultdict(list)
+    gone: defaultdict[str, _Changes] = defaultdict(list)
+    for (part, kind), of_part in units.items():
+        changes[part] += _replaced(of_part, others.get((part, kind), ()))
+    for (part, _), of_part in others.items():
+        if part not in changes:
+            gone[part] += [(unit, 0.0) for unit in of_part]
+    return changes, gone
 
 
 def _in_turn(graphs: Sequence[Graph], changes: Mapping[str, _Changes]) -> dict[str, float]:
@@ -118,54 +134,83 @@ def _noise_s(
     return float(max(excess) - min(excess)) / 2
 
 
-def _units(graphs: Sequence[Graph], kinds: Mapping[str, str], told: bool) -> _Units:
+class _Owner(NamedTuple):
+    """The part of a step that some segments belong to.
+
+    Attributes:
+        part: The part.
+        kind: Kind of the segments.
+        stage: The outermost stage.
+        who: The process.
+        whose: The trajectory or request, if any.
+    """
+
+    part: str
+    kind: str
+    stage: str
+    who: str
+    whose: object
+
+
+def _units(graphs: Sequence[Graph], kinds: Mapping[str, str], has_tokens: bool) -> _Units:
     """Return the times by part and kind.
 
     Args:
         graphs: The steps of a side.
         kinds: Kind that each joined kind counts as.
-        told: Whether the tokens of both sides are known.
+        has_tokens: Whether the tokens of both sides are recorded.
     """
-    found: _Units = defaultdict(list)
+    units: _Units = defaultdict(list)
     for step, graph in enumerate(graphs):
         took = [one.recorded_ns for one in graph.segments]
         for at, poll in graph.polls.items():
             took[at] = poll.period_ns
-        owned: defaultdict[tuple[str, str, str, object], list[int]] = defaultdict(list)
-        for at, one in enumerate(graph.segments):
-            whose = one.trajectory or one.request
-            outside = ROLLOUT if whose else OUTSIDE_STAGES
-            own_kind = (
-                WORK if one.kind == BEFORE and not one.trajectory else kinds.get(one.kind, one.kind)
-            )
-            if one.waits:
-                continue  # what it waits for is the cause, and a rest without one is unexplained
-            for kind, stages, place in (
-                (own_kind, one.within, at),
-                (DELAY, one.around, at + len(took)),
-            ):
-                stage = stages[0] if stages else outside
-                part = f"{kind} of {stage}" if whose else stage
-                owned[
-                    CAPTURE_CALLS if one.is_capture and kind != DELAY else part,
-                    kind,
-                    stage,
-                    (one.who, whose),
-                ].append(place)
         times = np.array(took + graph.delay_ns, float)
-        for (part, kind, stage, _), places in owned.items():
+        for owner, places in _owned(graph, kinds).items():
             spent = float(times[places].sum())
-            is_response = told and kind in _RESPONSES
-            requests = {graph.segments[at].request for at in places} if is_response else ()
-            tokens = sum(request.response_tokens for request in requests if request)
             if spent <= 0:
                 continue
+            tokens = 0
+            if has_tokens and owner.kind in _RESPONSES:
+                requests = {graph.segments[at].request for at in places}
+                tokens = sum(request.response_tokens for request in requests if request)
             if tokens:
-                found[f"response lengths of {stage}", ""].append(_Unit(step, places, tokens))
-                found[f"time per token of {stage}", ""].append(_Unit(step, places, spent / tokens))
+                lengths = f"response lengths of {owner.stage}"
+                units[lengths, ""].append(_Unit(step, places, tokens))
+                per_token = f"time per token of {owner.stage}"
+                units[per_token, ""].append(_Unit(step, places, spent / tokens))
             else:
-                found[part, kind].append(_Unit(step, places, spent))
-    return found
+                units[owner.part, owner.kind].append(_Unit(step, places, spent))
+    return units
+
+
+def _owned(graph: Graph, kinds: Mapping[str, str]) -> dict[_Owner, list[int]]:
+    """Return the numbers of segments, and of delays behind them, by what they are the time of.
+
+    A wait is left out: what it waits for is the cause, and a rest without one is unexplained.
+    """
+    owned: defaultdict[_Owner, list[int]] = defaultdict(list)
+    for at, one in enumerate(graph.segments):
+        if one.waits:
+            continue
+        kind = kinds.get(one.kind, one.kind)
+        if one.kind == BEFORE and not one.trajectory:
+            kind = WORK
+        owner = _owner(one, kind, one.within)
+        if one.is_capture:
+            owner = owner._replace(part=CAPTURE_CALLS)
+        owned[owner].append(at)
+        owned[_owner(one, DELAY, one.around)].append(at + len(graph.segments))
+    return owned
+
+
+def _owner(one: Segment, kind: str, stages: Sequence[str]) -> _Owner:
+    whose = one.trajectory or one.request
+    if whose:
+        stage = stages[0] if stages else ROLLOUT
+        return _Owner(f"{kind} of {stage}", kind, stage, one.who, whose)
+    stage = stages[0] if stages else OUTSIDE_STAGES
+    return _Owner(stage, kind, stage, one.who, None)
 
 
 def _replaced(units: Sequence[_Unit], others: Sequence[_Unit]) -> _Changes:

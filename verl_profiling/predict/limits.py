@@ -10,7 +10,7 @@ share of the waits that it explains.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -52,15 +52,17 @@ class Limit(NamedTuple):
         name: Name of the spans that wait, or of the calls.
         slots: Most trajectories that hold a slot at once.
         holds: All slots that trajectories held.
+        queue: Name of its queue, which no other limit has.
     """
 
     name: str
     slots: int
     holds: list[Hold]
+    queue: str = ""
 
 
-def limits_of(records: Records, pieces: Pieces) -> Iterator[Limit]:
-    """Yield the limits that explain waits of trajectories; of processes alone, else of all
+def limits_of(records: Records, pieces: Pieces) -> list[Limit]:
+    """Return the limits that explain waits of trajectories; of processes alone, else of all
     together.
 
     Args:
@@ -70,17 +72,21 @@ def limits_of(records: Records, pieces: Pieces) -> Iterator[Limit]:
     waits, processes = _Waits(records, pieces), records.spans.process.tolist()
     calls = defaultdict[str, list[int]](list)
     for trajectory, spans in waits.inner.items():
-        for span in spans if trajectory >= 0 else ():
+        if trajectory < 0:
+            continue
+        for span in spans:
             calls[waits.names[span]].append(span)
+    limits = list[Limit]()
     for name, spans in calls.items():
         by_process = defaultdict[int, list[int]](list)
         for span in spans:
             by_process[processes[span]].append(span)
         alone = [waits.limit(name, own) for own in by_process.values()]
         if all(alone):
-            yield from filter(None, alone)
-        elif len(alone) > 1 and (together := waits.limit(name, spans)):
-            yield together
+            limits += filter(None, alone)
+        elif len(alone) > 1:
+            limits += filter(None, [waits.limit(name, spans)])
+    return [limit._replace(queue=f"{limit.name} {number}") for number, limit in enumerate(limits)]
 
 
 class _Waits:

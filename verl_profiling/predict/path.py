@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from verl_profiling.errors import ConfigError
-from verl_profiling.predict.graph import Graph
+from verl_profiling.predict.segments import Graph
 from verl_profiling.slices.intervals import Ints
 
 _MOST_STEPS = 50  # until all steps are alike

@@ -17,7 +17,6 @@ from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.numbers.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.numbers.columns import HelpRow, PathRow, added
 from verl_profiling.predict.changes import TOOL, Baseline, Changes, tool_name
-from verl_profiling.predict.graph import DELAY, LAG_BY, WORK, Graph
 from verl_profiling.predict.path import (
     PathPart,
     Replay,
@@ -26,7 +25,8 @@ from verl_profiling.predict.path import (
     replay,
     slacks_ns,
 )
-from verl_profiling.predict.resources import on_resources
+from verl_profiling.predict.replicas import on_resources
+from verl_profiling.predict.segments import DELAY, LAG_BY, WORK, Graph
 from verl_profiling.slices.intervals import length, spans_of, within
 from verl_profiling.steps.records import GENERATE
 
@@ -202,42 +202,33 @@ def _candidates(baseline: Baseline, found: Replay) -> Iterable[tuple[str, str, C
         baseline: The step.
         found: The step with the changes so far.
     """
-    graph, calls, outermost = found.graph, baseline.calls, dict[str, str]()
+    graph, outermost = found.graph, dict[str, str]()
     for one in graph.segments:
         for name in one.within:
             outermost.setdefault(name, one.stage)
     for stage in dict.fromkeys(outermost.values()):
-        if stage.startswith(WAIT):
-            continue
-        yield stage, f"{stage} in 50% of its time", Changes(scale={stage: 0.5})
+        if not stage.startswith(WAIT):
+            yield stage, f"{stage} in 50% of its time", Changes(scale={stage: 0.5})
     if graph.polls:
         yield outermost[POLLING], "polls 2x as often", Changes(scale={POLLING: 0.5})
     for stage in baseline.balanced:
-        if stage.startswith(WAIT) or baseline.hidden_ranks(stage):
-            continue
-        yield outermost[stage], f"{stage} balanced", Changes(balance=[stage])
+        if not (stage.startswith(WAIT) or baseline.hidden_ranks(stage)):
+            yield outermost[stage], f"{stage} balanced", Changes(balance=[stage])
     if sum(map(len, graph.tails.values())) >= _LEAST_OF_TAIL and not graph.cut:
-        yield (
-            _first_stage(graph, graph.tails),
-            "rollout without its last 10%",
-            Changes(no_tail=90.0),
-        )
-    spent, tools, tried = Counter[str](), set[str](), list[str]()
-    for last in {graph.last, *(one.mark for one in graph.carried)}:
-        for part in critical_path(found, last):
-            one = graph.segments[part.segment]
-            names = (one.kind.removeprefix(LAG_BY), *dict(one.calls))
-            tools |= {tool_name(name) for name in names if name.startswith(TOOL)}
-            spent.update(dict.fromkeys(map(tool_name, names), part.end_ns - part.begin_ns))
+        stage = _first_stage(graph, graph.tails)
+        yield stage, "rollout without its last 10%", Changes(no_tail=90.0)
+    yield from _calls_to_change(baseline, found)
+
+
+def _calls_to_change(baseline: Baseline, found: Replay) -> Iterator[tuple[str, str, Changes]]:
+    """Yield changes of the calls on the critical path, tools first."""
+    graph, calls, tried = found.graph, baseline.calls, list[str]()
+    spent, tools = _calls_on_path(found)
     for name in sorted(baseline.blocked.keys() & spent.keys()):
-        yield (
-            _first_stage(graph, baseline.blocked[name]),
-            f"{name} off the event loop",
-            Changes(unblock=[name]),
-        )
-    for name in sorted(
-        calls.keys() & spent.keys() - {GENERATE}, key=lambda name: (name not in tools, name)
-    ):
+        stage = _first_stage(graph, baseline.blocked[name])
+        yield stage, f"{name} off the event loop", Changes(unblock=[name])
+    names = calls.keys() & spent.keys() - {GENERATE}
+    for name in sorted(names, key=lambda name: (name not in tools, name)):
         same = any(
             math.isclose(spent[name], spent[one], rel_tol=_NESTED)
             and calls[name].keys() & calls[one].keys()
@@ -245,8 +236,22 @@ def _candidates(baseline: Baseline, found: Replay) -> Iterable[tuple[str, str, C
         )
         if spent[name] > _LEAST_SHARE * found.span_ns and not same:
             tried.append(name)
-            words = f"{name} in 50% of its time"
-            yield _first_stage(graph, calls[name]), words, Changes(tools={name: "0.5x"})
+            stage = _first_stage(graph, calls[name])
+            yield stage, f"{name} in 50% of its time", Changes(tools={name: "0.5x"})
+
+
+def _calls_on_path(found: Replay) -> tuple[Counter[str], set[str]]:
+    """Return the time on the critical path by call, also on the paths to work of the next step,
+    and which of the calls are tools.
+    """
+    spent, tools = Counter[str](), set[str]()
+    for last in {found.graph.last, *(one.mark for one in found.graph.carried)}:
+        for part in critical_path(found, last):
+            one = found.graph.segments[part.segment]
+            names = (one.kind.removeprefix(LAG_BY), *dict(one.calls))
+            tools |= {tool_name(name) for name in names if name.startswith(TOOL)}
+            spent.update(dict.fromkeys(map(tool_name, names), part.end_ns - part.begin_ns))
+    return spent, tools
 
 
 def _first_stage(graph: Graph, ats: Iterable[int]) -> str:

@@ -16,8 +16,9 @@ from verl_profiling.manifest import MANIFEST_NAME, WEIGHT_SYNC, Manifest
 from verl_profiling.numbers import anatomy, capture_rows, collectives, lost, usage
 from verl_profiling.numbers.rollout_section import rollout_of
 from verl_profiling.numbers.suspects import asked_of
-from verl_profiling.predict.graph import Graph, graph_of
+from verl_profiling.predict.graph import graph_of
 from verl_profiling.predict.prediction import predict
+from verl_profiling.predict.segments import Graph
 from verl_profiling.report.findings import find
 from verl_profiling.report.model import Report
 from verl_profiling.report.notebook import NotebookReport

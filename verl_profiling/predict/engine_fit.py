@@ -1,0 +1,341 @@
+"""Engines as fitted to the requests of a step, and a simulation in which such replicas serve
+requests.
+
+A running request makes one token in each iteration of its engine, and the time of an iteration
+depends on the number of running requests: the curve. The work of a request is the number of
+iterations that fit into its recorded time. Beside as many requests as recorded, it takes as long as
+recorded. A replay dispatches all requests anew, also with the recorded number of replicas, and each
+runs until its work is done.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_profiling.errors import ConfigError
+from verl_profiling.predict.path import Replay
+from verl_profiling.predict.segments import Graph
+from verl_profiling.steps.requests import VALIDATE
+
+Floats = NDArray[np.float64]
+
+OPTION = "--replicas"
+_QUEUED, _DECODE = "queued", "decode"
+_IN_ENGINE = (_QUEUED, "first token", "prefill", "generate", _DECODE)
+_WAITED = 0.1  # more time in queues per time of running than this means that replicas were full
+# share of the time at each end that does not count for the usual numbers of running requests
+_BRIEF = 0.01
+_LEAST = 8  # least requests to which a curve is fitted
+_SAMPLES, _LOW, _HIGH = 200, 0.05, 0.95  # of the bootstrap
+_ROUNDS = 6  # until the fit is steady
+
+
+class Served(NamedTuple):
+    """A request that ran in the step.
+
+    Attributes:
+        replica: Index of the replica.
+        client: Trajectory of the request, else the request itself.
+        queue: Numbers of its segments in the queue.
+        segments: Numbers of its other segments in the engine, in order.
+        begin_ns: Begin of running, since the begin of the step.
+        end_ns: End of running.
+        since_ns: Begin of the time in which the tokens were made.
+        tokens: Number of tokens that were made in this time.
+    """
+
+    replica: int
+    client: object
+    queue: list[int]
+    segments: list[int]
+    begin_ns: int
+    end_ns: int
+    since_ns: int
+    tokens: int
+
+    @property
+    def ats(self) -> list[int]:
+        """Numbers of all its segments in the engine."""
+        return [*self.queue, *self.segments]
+
+
+class Engines(NamedTuple):
+    """The engines of a step, as fitted to its requests.
+
+    Attributes:
+        served: The requests.
+        load: The running requests.
+        slots: Most requests that a replica runs at once.
+        few: Least running requests in the capture.
+        many: Most running requests in the capture.
+        curves: Time of an iteration by the number of running requests: low, likely and high.
+    """
+
+    served: list[Served]
+    load: _Load
+    slots: int
+    few: int
+    many: int
+    curves: list[Floats]
+
+    def work(self, curve: Floats, took_ns: Sequence[float]) -> list[float]:
+        """Return the number of iterations of each request.
+
+        Args:
+            curve: Time of an iteration by the number of running requests.
+            took_ns: Duration of each segment with the recorded replicas.
+        """
+        begin, end = np.array([(one.begin_ns, one.end_ns) for one in self.served], np.float64).T
+        iterations = self.load.during(begin, end, 1 / curve[self.load.running])
+        run_ns = [sum(took_ns[at] for at in one.segments) for one in self.served]
+        found: list[float] = (iterations * run_ns / np.maximum(end - begin, 1)).tolist()
+        return found
+
+    def assumed(self) -> list[str]:
+        """Return sentences on what is assumed."""
+        many = f"{len(self.served):,} requests"
+        found = [
+            f"the time of an iteration depends on the running requests alone ({many})",
+            "a request goes to the replica with the fewest requests; in the interval, also "
+            "round robin",
+            "other replicas are as fast as the recorded ones, and have devices of their own",
+            "beside more requests than in the capture, one more takes at least as much time "
+            "as the last did",
+        ]
+        if self.slots < len(self.served):
+            found.append(
+                f"a replica runs at most {self.slots:,} requests at once, as in the capture, "
+                "where others "
+                "queued"
+            )
+        return found
+
+    def notes(self, spent_ns: Floats) -> list[str]:
+        """Return a sentence on extrapolation, if replicas run other numbers of requests at once.
+
+        Args:
+            spent_ns: Time by the number of running requests.
+        """
+        fewest, most = _usual(spent_ns)
+        if self.few <= fewest and most <= self.many:
+            return []
+        return [
+            f"extrapolated: a replica ran {self.few:,} to {self.many:,} requests at once in "
+            "the capture, and "
+            f"runs {fewest:,} to {most:,} in the prediction"
+        ]
+
+
+def fitted(recorded: Replay, replicas: int) -> Engines:
+    """Return the engines of a step.
+
+    Args:
+        recorded: The step with the recorded replicas.
+        replicas: Number of replicas of the prediction.
+
+    Raises:
+        ConfigError: The step lacks requests.
+    """
+    graph, took_ns = recorded.graph, recorded.took_ns
+    served = list(_served(graph))
+    if not any(one.tokens for one in served):
+        raise ConfigError(
+            OPTION,
+            "needs requests with tokens in the step, which a capture with rollout.requests has",
+        )
+    if any(graph.segments[at].queue for one in served for at in one.segments):
+        raise ConfigError(
+            OPTION,
+            "needs engines that serve several requests at once; raise their limit "
+            "(max_num_seqs of vLLM, "
+            "max_running_requests of SGLang) and capture again, or try --scale rollout=FACTOR",
+        )
+    if not graph.whole:
+        raise ConfigError(OPTION, "needs a step in which all requests of its rollout begin and end")
+    load = _Load(served)
+    run_ns = sum(one.end_ns - one.begin_ns for one in served)
+    waited = sum(took_ns[at] for one in served for at in one.queue) > _WAITED * run_ns
+    if not waited:  # without a limit, a request is queued as long as it was
+        served = [one._replace(queue=[]) for one in served]
+    few, many = _usual(np.bincount(load.running, load.took_ns).astype(np.float64))
+    knots = np.unique([few, (few + many) // 2, many])
+    more = load.replicas / replicas
+    low, likely, high = _curves(served, load, knots, more)
+    between = np.diff(likely) / np.diff(knots) if few < many else likely / knots / 2
+    rising = (low[-1] - low[-2]) / (knots[-1] - knots[-2]) if few < many else 0.0
+    most = len(served)
+    running, curves = np.maximum(np.arange(most + 1), 1), []
+    for curve, below, above in (
+        (low, low[0] / few, rising),
+        (likely, between[0], between[-1]),
+        (high, 0.0, high[-1] / many),
+    ):
+        beyond = above * np.maximum(running - many, 0) - below * np.maximum(few - running, 0)
+        curves.append(np.interp(running, knots, curve) + beyond)
+    return Engines(served, load, int(load.running.max()) if waited else most, few, many, curves)
+
+
+def _served(graph: Graph) -> Iterator[Served]:
+    """Yield the requests that ran, without those of validation."""
+    segments: defaultdict[int, list[int]] = defaultdict(list)
+    for at, one in enumerate(graph.segments):
+        if one.request is not None and one.kind in _IN_ENGINE and VALIDATE not in one.within:
+            segments[id(one.request)].append(at)
+    for ats in segments.values():
+        running = [at for at in ats if graph.segments[at].kind != _QUEUED]
+        if running:
+            yield _as_served(graph, ats, running)
+
+
+def _as_served(graph: Graph, ats: list[int], running: list[int]) -> Served:
+    """Return a request from its segments in the engine, and those in which it ran."""
+    one, parts = graph.segments[ats[0]], [graph.segments[at] for at in running]
+    made = [part for part in parts if part.kind == _DECODE]  # the prefill makes the first token
+    request = one.request
+    assert request is not None
+    return Served(
+        replica=request.replica,
+        client=(one.who, one.trajectory) if one.trajectory else ats[0],
+        queue=[at for at in ats if at not in running],
+        segments=running,
+        begin_ns=parts[0].begin_ns - graph.begin_ns,
+        end_ns=parts[-1].end_ns - graph.begin_ns,
+        since_ns=(made or parts)[0].begin_ns - graph.begin_ns,
+        tokens=max(request.response_tokens - bool(made), 0),
+    )
+
+
+class _Load:
+    """The number of running requests of each replica over time.
+
+    Args:
+        served: The requests.
+
+    Attributes:
+        replicas: Number of replicas.
+        running: Numbers of running requests, one after another and replica by replica.
+        took_ns: For how long each number lasted.
+    """
+
+    def __init__(self, served: Sequence[Served]) -> None:
+        times, running, self._of = [], [], np.empty(len(served), np.int64)
+        names = sorted({one.replica for one in served})
+        self.replicas = len(names)
+        base = 0
+        for name in names:
+            mine = [number for number, one in enumerate(served) if one.replica == name]
+            edges = np.array([(served[number].begin_ns, served[number].end_ns) for number in mine])
+            at, where = np.unique(edges.ravel(), return_inverse=True)
+            change = np.zeros(len(at), np.int64)
+            np.add.at(change, where.ravel(), np.tile([1, -1], len(mine)))
+            self._of[mine] = base - at[0]  # replicas follow each other on one axis of time
+            times.append(at + base - at[0])
+            running.append(np.cumsum(change))
+            base = int(times[-1][-1])
+        axis = np.concatenate(times)
+        self._axis = axis.astype(np.float64)
+        self.running = np.concatenate(running)[:-1]
+        self.took_ns = np.diff(axis)
+
+    def during(self, begin_ns: Floats, end_ns: Floats, weights: Floats) -> Floats:
+        """Return the integral over a time of each request.
+
+        Args:
+            begin_ns: Begin of each request's time.
+            end_ns: End of each request's time.
+            weights: What is summed over time, for each of ``running``.
+        """
+        sums = np.concatenate(([0.0], np.cumsum(weights * (self.running > 0) * self.took_ns)))
+        first, last = (
+            np.interp(times + self._of, self._axis, sums) for times in (begin_ns, end_ns)
+        )
+        return np.asarray(last - first)
+
+
+def _curves(
+    served: Sequence[Served], load: _Load, knots: NDArray[np.int64], more: float
+) -> list[Floats]:
+    """Return a low, a likely and a high curve: the time of an iteration at each knot.
+
+    Low and high are from a bootstrap over the requests: by them, the recorded work would take least
+    and most time. Without enough requests, they are a curve in proportion to the number of running
+    requests, and a constant one.
+
+    Args:
+        served: The requests.
+        load: The running requests.
+        knots: Numbers of running requests.
+        more: How many times as many requests a replica runs in the prediction.
+    """
+    begin, end, tokens = np.array(
+        [(one.since_ns, one.end_ns, one.tokens) for one in served], np.float64
+    ).T
+    known = tokens > 0
+    tokens, weight = tokens[known], (end - begin)[known]
+    own_ns = weight / tokens
+    hats = [np.interp(load.running, knots, unit) for unit in np.eye(len(knots))]
+    likely = np.full(len(knots), own_ns.mean())
+    samples = np.stack((likely, likely * knots / knots.mean()))
+    for _ in range(_ROUNDS):
+        rate = 1 / np.interp(load.running, knots, likely)
+        made = load.during(begin, end, rate)[known] / tokens
+        parts = np.stack(
+            [load.during(begin, end, hat * rate**2)[known] / tokens for hat in hats], axis=1
+        )
+        squares = parts[:, :, None] * parts[:, None, :] * weight[:, None, None]
+        if len(tokens) < _LEAST or np.linalg.cond(squares.sum(axis=0)) > 1e9:
+            likely = samples.mean(axis=0)
+            break
+        targets = parts * ((2 * made - 1) * weight)[:, None]  # Newton's method
+        likely = _bounded(
+            np.linalg.solve(squares.sum(axis=0), targets.sum(axis=0)), knots, own_ns.min()
+        )
+    else:
+        drawn = np.random.default_rng(0).multinomial(
+            len(weight), np.full(len(weight), 1 / len(weight)), _SAMPLES
+        )
+        inverse = np.linalg.pinv(np.tensordot(drawn, squares, 1))
+        found = np.einsum("sij,sj->si", inverse, drawn @ targets)
+        samples = np.stack([_bounded(one, knots, own_ns.min()) for one in found])
+    order = np.argsort([_slowdown(curve, load, knots, more) for curve in samples])
+    low, high = (samples[order[round(share * (len(order) - 1))]] for share in (_LOW, _HIGH))
+    return [low, likely, high]
+
+
+def _bounded(curve: Floats, knots: NDArray[np.int64], least: float) -> Floats:
+    """Return a curve that does not fall, and does not rise faster than the number of running
+    requests.
+
+    Args:
+        curve: The curve.
+        knots: Numbers of running requests.
+        least: Least time at the last knot.
+    """
+    found: Floats = curve.copy()
+    found[-1] = max(found[-1], least)
+    for at in range(len(knots) - 2, -1, -1):
+        found[at] = np.clip(found[at], found[at + 1] * knots[at] / knots[at + 1], found[at + 1])
+    return found
+
+
+def _slowdown(curve: Floats, load: _Load, knots: NDArray[np.int64], more: float) -> float:
+    """Return the mean factor of an iteration's time if all replicas run more requests at once."""
+    busy = load.running > 0
+    now, then = (np.interp(load.running[busy] * by, knots, curve) for by in (1.0, more))
+    return float(np.average(then / now, weights=(load.running * load.took_ns)[busy]))
+
+
+def _usual(spent_ns: Floats) -> tuple[int, int]:
+    """Return the least and the largest number of running requests, without brief times.
+
+    Args:
+        spent_ns: Time by the number of running requests.
+    """
+    spent = np.cumsum(spent_ns[1:])
+    few, many = np.searchsorted(spent / spent[-1], (_BRIEF, 1 - _BRIEF)) + 1
+    return int(few), int(many)

@@ -1,0 +1,233 @@
+"""Divides the runs of a step into the segments of its graph."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_profiling.predict.loop_runs import Run
+from verl_profiling.predict.segments import OWN, WORK, Graph, Segment
+from verl_profiling.slices.intervals import EMPTY, overlaps
+from verl_profiling.steps.calls import Calls
+from verl_profiling.steps.lanes import Lane
+from verl_profiling.steps.requests import VALIDATE
+
+_MOST_COLLECTIVES = 5_000  # calls with the longest waits
+_LAUNCHES = "c10d::"  # names of host calls that launch a collective
+# a collective of which more than this share is beside computation keeps nobody waiting
+_HIDDEN = 0.5
+
+
+class GraphBuilder:
+    """Divides runs into the segments of a graph.
+
+    Args:
+        graph: The graph.
+        calls: The matched collectives.
+        name_of: Function that returns the process of a lane.
+    """
+
+    def __init__(
+        self, graph: Graph, calls: Iterable[Calls], name_of: Callable[[Lane], str]
+    ) -> None:
+        self.graph = graph
+        self.runs: list[Run] = []
+        self.joins: list[tuple[int, Run]] = []
+        self.joined: dict[int, int] = {}
+        self.times: Counter[tuple[str, str]] = Counter()
+        self.calls: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        self._collectives: list[tuple[str, str, int, int]] = []
+        for whose, name, runs in _waited_for(calls, name_of):
+            for who, (begin_ns, end_ns) in zip(whose, runs.tolist(), strict=True):
+                self.calls[who].append((begin_ns, end_ns, len(self._collectives)))
+            last = whose[int(runs[:, 0].argmax())]
+            self._collectives.append((last, name, int(runs[:, 0].max()), int(runs[:, 1].min())))
+        for mine in self.calls.values():
+            mine.sort()
+
+    def build(self, root: Run, loose: Iterable[Run]) -> None:
+        """Add all segments and edges.
+
+        Args:
+            root: The step.
+            loose: Runs that are not called by the loop.
+        """
+        found, graph = self.graph.segments, self.graph
+        self.add(root, -1, (), -1)
+        graph.last = root.exit
+        ends = sorted((one.end_ns, at) for at, one in enumerate(found) if one.who == root.who)
+        for run in loose:
+            place = (
+                bisect_right(ends, (run.begin_ns, len(found)))
+                if run.begin_ns > root.begin_ns
+                else 0
+            )
+            self.add(run, ends[place - 1][1] if place else -1, run.around, -1)
+        last: dict[object, int] = {}
+        for run in sorted(self.runs, key=lambda run: (run.begin_ns, run.end_ns)):
+            if run.row in last:
+                self.link(last[run.row], run.entry)
+            if run.row is not None:
+                before = last.get(run.row, run.exit)
+                last[run.row] = max(run.exit, before, key=lambda at: found[at].end_ns)
+        for at, run in self.joins:
+            self.link(run.exit, at)
+            if run.pieces and VALIDATE not in found[at].within:
+                graph.tails.setdefault(at, []).append(run.exit)
+
+    def link(self, before: int, after: int) -> None:
+        """Add an edge between two segments if their times permit it."""
+        found = self.graph.segments
+        if before >= 0 and found[before].end_ns <= found[after].begin_ns:
+            found[after].after.append(before)
+
+    def add(self, run: Run, caller: int, around: tuple[str, ...], part: int) -> None:
+        """Add the segments of a run, and of all runs inside it.
+
+        Args:
+            run: The run.
+            caller: Number of the segment that calls it, or -1.
+            around: Stages around the run.
+            part: Number of the part that the run belongs to, or -1.
+        """
+        within = (*around, run.name) if run.name and run.name not in around else around
+        if part < 0 and run.role and run.name:
+            part = len(self.graph.parts)
+            self.times[run.who, run.name] += 1
+            self.graph.parts.append((run.role, run.name, self.times[run.who, run.name]))
+        self.runs.append(run)
+        if run.pieces:
+            self._add_pieces(run, caller, around, part)
+            return
+        inner = sorted(run.inner, key=lambda one: one.begin_ns)
+        at, now_ns, place = caller, run.begin_ns, 0
+        waited: list[Run] = []
+        for begin_ns, end_ns, following in [*_blocks(run), (run.end_ns, run.end_ns, [])]:
+            first, last = self._own(run, now_ns, begin_ns, at, around, within, part)
+            if run.entry < 0:
+                run.entry = first
+            self.joins += [(first, one) for one in waited]
+            waited = following
+            while place < len(inner) and inner[place].begin_ns < end_ns:
+                self.add(
+                    inner[place], last if inner[place].begin_ns >= begin_ns else at, within, part
+                )
+                place += 1
+            at, now_ns, around = last, end_ns, within
+        run.exit = at
+        for one in inner[place:]:
+            self.add(one, at, within, part)
+
+    def _own(
+        self,
+        run: Run,
+        begin_ns: int,
+        end_ns: int,
+        before: int,
+        around: tuple[str, ...],
+        within: tuple[str, ...],
+        part: int,
+    ) -> tuple[int, int]:
+        """Add a time of a run without its waits; return the first and the last segment.
+
+        The time is divided by the collectives in it, each one segment for all ranks.
+        """
+        found, numbers = self.graph.segments, []
+        kind = WORK if run.role else OWN
+        calls = self.calls.get(run.who, [])
+        for called_ns, left_ns, number in calls[bisect_left(calls, (begin_ns,)) :]:
+            if called_ns >= end_ns:
+                break
+            if called_ns < begin_ns or left_ns > end_ns:
+                continue
+            one = Segment(kind, begin_ns, called_ns, run.who, within, around, part=part)
+            numbers.append(self._new(one, before))
+            if number not in self.joined:
+                who, name, arrived_ns, free_ns = self._collectives[number]
+                self.joined[number] = self._new(
+                    Segment(name, arrived_ns, free_ns, who, within, within), -1
+                )
+            before, begin_ns, around = self.joined[number], left_ns, within
+            found[before].after.append(numbers[-1])
+        one = Segment(kind, begin_ns, end_ns, run.who, within, around, part=part)
+        numbers.append(self._new(one, before))
+        return numbers[0], numbers[-1]
+
+    def _add_pieces(self, run: Run, caller: int, around: tuple[str, ...], part: int) -> None:
+        """Add the parts of a trajectory or a request;
+        a part follows the last part that ended before it.
+        """
+        ends: list[tuple[int, int]] = []
+        begun = len(self.graph.segments)
+        for one in sorted(run.pieces, key=lambda piece: (piece.begin_ns, piece.end_ns)):
+            one.who, one.within, one.around = run.who, around, around
+            one.trajectory, one.part = run.trajectory, part
+            place = bisect_right(ends, (one.begin_ns, one.begin_ns))
+            at = self._new(one, ends[place - 1][1] if place else caller)
+            insort(ends, (one.end_ns, at))
+        followed = {at for one in self.graph.segments[begun:] for at in one.after}
+        last = [at for at in range(begun, len(self.graph.segments)) if at not in followed]
+        if len(last) != 1:  # the run ends when the last of them has ended
+            done = Segment(
+                OWN, run.end_ns, run.end_ns, run.who, around, around, [], run.trajectory, part=part
+            )
+            last.append(self._new(done, -1))
+            for at in last[:-1]:
+                self.link(at, last[-1])
+        run.entry, run.exit = begun, last[-1]
+
+    def _new(self, segment: Segment, before: int) -> int:
+        """Add a segment after another one; return its number."""
+        if before >= 0:
+            segment.after.append(before)
+        self.graph.segments.append(segment)
+        return len(self.graph.segments) - 1
+
+
+def _blocks(run: Run) -> list[tuple[int, int, list[Run]]]:
+    """Return the waits of a stage or span: begin, end, and those that it waits for together."""
+    found: list[tuple[int, int, list[Run]]] = []
+    for one in sorted(run.waits, key=lambda one: one.begin_ns):
+        begin_ns, end_ns = max(one.begin_ns, run.begin_ns), min(one.end_ns, run.end_ns)
+        if found and begin_ns < found[-1][1]:
+            begun_ns, until_ns, others = found[-1]
+            others.append(one)
+            found[-1] = (begun_ns, max(until_ns, end_ns), others)
+        else:
+            found.append((begin_ns, end_ns, [one]))
+    return found
+
+
+def _waited_for(
+    calls: Iterable[Calls], name_of: Callable[[Lane], str]
+) -> Iterator[tuple[list[str], str, NDArray[np.int64]]]:
+    """Yield the calls of collectives in which processes wait for each other.
+
+    Left out are calls beside computation on a device, calls that only launch, and calls that a rank
+    leaves before another one enters, by the clocks.
+
+    Yields:
+        The processes, the name, and begin and end (ns) in each process.
+    """
+    found = []
+    for one in calls:
+        if one.name.startswith(_LAUNCHES) or len(set(map(name_of, one.lanes))) < len(one.lanes):
+            continue
+        enter, leave = one.runs[:, :, 0], one.runs[:, :, 1]
+        beside = np.stack(
+            [
+                overlaps(runs, lane.compute if lane.on_device else EMPTY)
+                for lane, runs in zip(one.lanes, one.runs, strict=True)
+            ]
+        )
+        waited = leave.min(axis=0) > enter.max(axis=0)
+        waited &= (beside <= _HIDDEN * (leave - enter)).all(axis=0)
+        waits = (enter.max(axis=0) - enter).sum(axis=0)
+        found += [(int(waits[call]), one, call) for call in np.flatnonzero(waited).tolist()]
+    found.sort(key=lambda call: -call[0])
+    for _, one, call in found[:_MOST_COLLECTIVES]:
+        yield [name_of(lane) for lane in one.lanes], one.name, one.runs[:, call]
