@@ -24,8 +24,8 @@ from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
 from verl_profiling.files.opener import read_small, real_folder
 from verl_profiling.files.run_files import known_run, never_came, read_run
 from verl_profiling.manifest import Manifest, RunInfo
+from verl_profiling.report.html import NotebookReport
 from verl_profiling.report.model import Report
-from verl_profiling.report.notebook import NotebookReport
 from verl_profiling.steps.check import CheckResult, check
 from verl_profiling.steps.content import Limits
 from verl_profiling.steps.inputs import steps_of, the_run

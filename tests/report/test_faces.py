@@ -118,14 +118,14 @@ def test_what_the_loop_did_around_the_step_is_on_every_face(report: Report, tmp_
     """A stage inside of another one is no row;
     a pause of a quarter of the step is the last finding.
     """
-    rows = {row.name: row for row in report.outside}
+    rows = {row.name: row for row in report.around_the_step}
     assert list(rows) == ["capture_start", "capture_stop", "validate"]
     assert (rows["validate"].runs, rows["validate"].duration_us) == (2, 12e6)
     assert report.pause_us == pytest.approx(3.7e6)
-    table = " ".join(printed(report).partition("Outside")[2].split())
+    table = " ".join(printed(report).partition("Around the step")[2].split())
     assert "capture_stop 1 3.20 s validate 2 12.0 s" in table
     assert '<td class="n" data-v="1.2e+07">12.0 s</td>' in render_html(report)
-    assert csv_rows(tmp_path, report, table="outside")[1]["duration_us"] == "3200000.0"
+    assert csv_rows(tmp_path, report, table="around_the_step")[1]["duration_us"] == "3200000.0"
     assert report.findings[-1].text == (
         "The loop waited 3.70 s before and after the step (37% of its time) "
         "for the capture to start and stop."
@@ -138,7 +138,7 @@ def test_diff_compares_pauses_and_validation(report: Report, tmp_path: Path) -> 
     """Each is a number of its own; a longer pause is no slower step."""
     longer = [*OUTSIDE[:1], StageSpan("capture_stop", ns(10), ns(20))]
     diff = compare([report], [reported(tmp_path / "longer", longer)])
-    changes = {change.name: change.change_s for change in diff.changes if change.kind == "outside"}
+    changes = {change.name: change.change_s for change in diff.changes if change.kind == "around"}
     assert changes == {
         "capture_start": 0.0,
         "capture_stop": pytest.approx(6.8),

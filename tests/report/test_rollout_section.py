@@ -17,8 +17,7 @@ from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_OK
 from verl_profiling.files.trajectory_log import Counted, StatusChange
 from verl_profiling.manifest import POLLING, Request
-from verl_profiling.numbers.columns import CounterRow
-from verl_profiling.numbers.sections import Polling
+from verl_profiling.numbers.columns import CounterRow, Polling
 from verl_profiling.report.diff import compare
 from verl_profiling.report.files import scalars
 from verl_profiling.report.findings import find

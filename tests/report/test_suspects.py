@@ -147,7 +147,7 @@ def test_an_engine_is_compared_by_what_its_lane_was_busy(tmp_path: Path) -> None
     workers = [rank(index, [("gemm", 2, 7 if index == 1 else 4)]) for index in range(4)]
     trigger = msgspec.structs.replace(SLOW_STAGE, peers=["actor_rank9"])
     report = asked_by(trigger, tmp_path, workers)
-    assert report.asked.peers == ["actor_rank0", "actor_rank2", "actor_rank3"]
+    assert report.capture_request.peers == ["actor_rank0", "actor_rank2", "actor_rank3"]
     assert {row.peers for row in report.suspects} == {"median of 3"}
 
 
@@ -200,7 +200,7 @@ def test_who_asked_is_the_first_line(tmp_path: Path) -> None:
     assert line.startswith("captured 20")
     assert line.endswith(" by demand of root@node1 (request ab12): looks slow")
     assert "by demand of root@node1" in render_html(report)
-    assert two_ranks(tmp_path, Trigger()).asked is None
+    assert two_ranks(tmp_path, Trigger()).capture_request is None
     both = msgspec.structs.replace(
         SLOW_STAGE, kind="schedule", reason="schedule.every=10; it is slow"
     )

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, Manifest
-from verl_profiling.numbers.columns import OutsideRow, RunningRow, StageRow
-from verl_profiling.numbers.sections import GanttSpan
+from verl_profiling.numbers.columns import AroundRow, GanttSpan, RunningRow, StageRow
 from verl_profiling.slices.intervals import (
     EMPTY,
     Sharing,
@@ -117,12 +116,12 @@ def capture_time(step: Step) -> Spans:
     return union(pauses, subtract(time_of(step.manifest.rpcs), whole), elsewhere, *inside)
 
 
-def outside_rows(manifest: Manifest) -> list[OutsideRow]:
+def around_rows(manifest: Manifest) -> list[AroundRow]:
     """Return a row for each pause and each outermost stage around the step, sorted by begin."""
     outermost = [span for span in manifest.outside if span.depth == 0]
     runs = grouped(sorted(outermost, key=lambda span: span.begin_ns), lambda span: span.name)
     return [
-        OutsideRow(
+        AroundRow(
             name=name,
             runs=len(spans),
             begin_us=(spans[0].begin_ns - manifest.begin_ns) / 1000,

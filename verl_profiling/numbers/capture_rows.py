@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from operator import itemgetter
 from statistics import median
+from typing import NamedTuple
 
 from verl_profiling.manifest import CaptureResult, Manifest
 from verl_profiling.numbers.columns import CostRow, CounterRow, MeasureRow, ReplicaRow
@@ -53,9 +54,8 @@ def clock_notes(manifest: Manifest) -> Iterator[str]:
             if abs(set_ns) > max(_SET_CLOCK_NS, _SET_CLOCK_SHARE * passed_ns):
                 by = duration(set_ns / 1e9, signed=True)
                 yield (
-                    f"{worker.name}: the clock of {worker.identity.host} was set by {by} "
-                    "during the capture; "
-                    "its lane may be off by as much"
+                    f"{worker.name}: the clock of {worker.identity.host} was set by {by} during "
+                    "the capture; its lane may be off by as much"
                 )
 
 
@@ -101,59 +101,70 @@ def replica_rows(requests: Iterable[RequestRow]) -> list[ReplicaRow]:
     return [_replica_row(by_replica[key]) for key in sorted(by_replica)]
 
 
-def slowest_replica(rows: Iterable[ReplicaRow]) -> tuple[ReplicaRow, float] | None:
-    """Return the replica with the slowest decode, and what a token usually takes (us).
+class SlowReplica(NamedTuple):
+    """The replica with the slowest decode.
 
-    ``None`` if no replica is an outlier.
+    Attributes:
+        row: Row of the replica.
+        token_us: Time that the replica takes for a token.
+        usual_us: Median of the other replicas.
     """
-    known = sorted(
-        ((row.per_token_p50_us, row) for row in rows if row.per_token_p50_us), key=itemgetter(0)
-    )
-    usual_us = median([us for us, _ in known[:-1]] or [math.inf])
-    return (known[-1][1], usual_us) if known and known[-1][0] > _SLOWER * usual_us else None
+
+    row: ReplicaRow
+    token_us: float
+    usual_us: float
+
+    @property
+    def advice(self) -> str:
+        """Advice on the replica."""
+        took, usual = duration(self.token_us / 1e6), duration(self.usual_us / 1e6)
+        return (
+            f"compare host and device of {self.row.worker} with those of the other replicas: "
+            f"it takes {took} a token, the others {usual}"
+        )
 
 
-def slow_replica(rows: Iterable[ReplicaRow]) -> str:
-    """Return advice on the replica with the slowest decode, or "" if no replica is an outlier."""
-    if (found := slowest_replica(rows)) is None:
-        return ""
-    row, usual_us = found
-    return (
-        f"compare host and device of {row.worker} with those of the other replicas: it takes "
-        f"{duration((row.per_token_p50_us or 0.0) / 1e6)} a token, the others "
-        f"{duration(usual_us / 1e6)}"
-    )
+def slowest_replica(rows: Iterable[ReplicaRow]) -> SlowReplica | None:
+    """Return the replica with the slowest decode; ``None`` if no replica is an outlier."""
+    times = [(row.per_token_p50_us, row) for row in rows if row.per_token_p50_us]
+    if len(times) < 2:
+        return None
+    *others, (token_us, row) = sorted(times, key=itemgetter(0))
+    usual_us = median(us for us, _ in others)
+    return SlowReplica(row, token_us, usual_us) if token_us > _SLOWER * usual_us else None
 
 
 def _replica_row(requests: list[RequestRow]) -> ReplicaRow:
-    first, every = requests[0], len(requests)
-    requests = [request for request in requests if not request.validate]
-    whole = [request for request in requests if not request.failed]
-    samples: dict[str, list[float | None]] = {
-        "queued": [
-            request.scheduled_us - request.arrival_us
-            for request in whole
-            if request.scheduled_us is not None and request.arrival_us is not None
-        ],
-        "to_first_token": [request.to_first_token_us for request in whole],
-        "per_token": [request.per_token_us for request in whole],
+    training = [request for request in requests if not request.validate]
+    whole = [request for request in training if not request.failed]
+    times = {
+        **_percentiles("queued", [_queued_us(request) for request in whole]),
+        **_percentiles("to_first_token", [request.to_first_token_us for request in whole]),
+        **_percentiles("per_token", [request.per_token_us for request in whole]),
     }
-    times: dict[str, float | None] = {}
-    for name, sample in samples.items():
-        known = [max(us, 0.0) for us in sample if us is not None]
-        keys = (f"{name}_p{which}_us" for which in (50, 99))
-        times |= zip(keys, percentiles(known, 50, 99), strict=True)
-    preemptions = [request.preemptions for request in requests if request.preemptions is not None]
+    preemptions = [request.preemptions for request in training if request.preemptions is not None]
     return ReplicaRow(
-        worker=first.worker,
-        replica=first.replica,
-        requests=len(requests),
-        failed=len(requests) - len(whole),
+        worker=requests[0].worker,
+        replica=requests[0].replica,
+        requests=len(training),
+        failed=len(training) - len(whole),
         **times,
-        cache_hit_share=_cache_hit_share(requests),
+        cache_hit_share=_cache_hit_share(training),
         preemptions=sum(preemptions) if preemptions else None,
-        validation=every - len(requests),
+        validation=len(requests) - len(training),
     )
+
+
+def _percentiles(name: str, sample: Iterable[float | None]) -> dict[str, float | None]:
+    """Return the fields of a row with the median and the 99th percentile of known times (us)."""
+    p50, p99 = percentiles([max(us, 0.0) for us in sample if us is not None], 50, 99)
+    return {f"{name}_p50_us": p50, f"{name}_p99_us": p99}
+
+
+def _queued_us(request: RequestRow) -> float | None:
+    if request.scheduled_us is None or request.arrival_us is None:
+        return None
+    return request.scheduled_us - request.arrival_us
 
 
 def _cache_hit_share(requests: list[RequestRow]) -> float | None:

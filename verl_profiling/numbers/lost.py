@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from verl_profiling.manifest import WEIGHT_SYNC, StageSpan
-from verl_profiling.numbers.columns import DeviceRow, LostRow
-from verl_profiling.numbers.sections import OTHER_RANKS, Tail
+from verl_profiling.numbers.columns import OTHER_RANKS, DeviceRow, LostRow, Tail
 from verl_profiling.slices.intervals import (
     EMPTY,
     Spans,
@@ -234,7 +233,6 @@ def unlogged_requests(step: Step) -> Iterator[str]:
     silent = dict.fromkeys(source.worker for source in engines if source.replica not in step.served)
     if silent and step.manifest:
         yield (
-            f"requests of {', '.join(silent)} were not logged: idle time without requests "
-            "cannot be told "
-            "from time in which the host did not launch work"
+            f"requests of {', '.join(silent)} were not logged: idle time without requests cannot "
+            "be told from time in which the host did not launch work"
         )

@@ -18,12 +18,14 @@ from verl_profiling.numbers.columns import (
     CauseRow,
     FailureRow,
     GroupRow,
+    LastTrajectories,
     PartRow,
+    Polling,
+    Rollout,
     StatusRow,
     VersionRow,
 )
 from verl_profiling.numbers.lost import ROLLOUT
-from verl_profiling.numbers.sections import LastTrajectories, Polling, Rollout
 from verl_profiling.slices.intervals import (
     Axes,
     Ints,

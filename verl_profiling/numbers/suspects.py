@@ -10,19 +10,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from statistics import fmean, median
 
 import msgspec
 
 from verl_profiling.capture_request import Trigger
+from verl_profiling.manifest import StageSpan
 from verl_profiling.numbers.capture_rows import measures_of
 from verl_profiling.numbers.collectives import last_to
-from verl_profiling.numbers.columns import SuspectRow
+from verl_profiling.numbers.columns import Kind, RequestedCapture, SuspectRow
 from verl_profiling.numbers.lost import cause_name
-from verl_profiling.numbers.sections import Asked
 from verl_profiling.slices.intervals import (
-    EMPTY,
     Spans,
     intersection,
     length,
@@ -43,53 +43,73 @@ _MOST_SUSPECTS = 4
 _OF_A_STAGE_OF_ALL = 0.2
 
 
-def asked_of(step: Step, calls: Sequence[Calls]) -> tuple[Asked | None, list[SuspectRow]]:
+def requested_of(
+    step: Step, calls: Sequence[Calls]
+) -> tuple[RequestedCapture | None, list[SuspectRow]]:
     """Return the request of a capture, and rows of suspects and peers;
     nothing if nobody requested it.
     """
     manifest = step.manifest
-    trigger = manifest.trigger if manifest is not None else Trigger()
-    if manifest is None or (trigger.kind == "schedule" and not (trigger.sign or trigger.request)):
+    if manifest is None:
+        return None, []
+    trigger = manifest.trigger
+    if trigger.kind == "schedule" and not (trigger.sign or trigger.request):
         return None, []
     peers, rows = _compared(trigger, step)
-    last, waited_s = "", 0.0
-    if trigger.stage or trigger.sign in ("slow_step", "leader"):
-        is_of_all = bool(trigger.sign) and not trigger.suspects
-        last, waited_s = last_to(
-            trigger.stage, step, calls, _OF_A_STAGE_OF_ALL if is_of_all else _SMALL
-        )
-    fields = {
-        **msgspec.structs.asdict(trigger),
-        "peers": peers,
-        "only": _recorded_stages(trigger, step),
-    }
-    return Asked(**fields, when=local_time(manifest.begin_ns), last=last, waited_s=waited_s), rows
+    request = RequestedCapture(**msgspec.structs.asdict(trigger))
+    last, waited_s = _last_rank(trigger, step, calls)
+    request = msgspec.structs.replace(
+        request,
+        peers=peers,
+        only=_recorded_stages(trigger, step),
+        when=local_time(manifest.begin_ns),
+        last=last,
+        waited_s=waited_s,
+    )
+    return request, rows
+
+
+def _last_rank(trigger: Trigger, step: Step, calls: Sequence[Calls]) -> tuple[str, float]:
+    """Return the rank that was last in the collectives of the slow stage, and the others' wait (s).
+
+    Empty if the request is about no stage.
+    """
+    if not trigger.stage and trigger.sign not in ("slow_step", "leader"):
+        return "", 0.0
+    is_of_all = trigger.sign and not trigger.suspects
+    return last_to(trigger.stage, step, calls, _OF_A_STAGE_OF_ALL if is_of_all else _SMALL)
 
 
 def _compared(trigger: Trigger, step: Step) -> tuple[list[str], list[SuspectRow]]:
-    """Return the names of the peers, and the rows of the suspects;
-    other captured workers may be peers.
-    """
+    """Return the names of the peers, and the rows of the suspects."""
     suspects = list(_named(trigger.suspects[:_MOST_SUSPECTS], step))
-    roles, suspected = {one.role for one in suspects}, {one.worker for one in suspects}
-    others = [w.name for w in step.workers if w.identity.role in roles and w.name not in suspected]
-    found = ([p for p in _named(names, step) if p.recorded] for names in (trigger.peers, others))
-    peers = next(filter(None, found), [])
+    peers = _peers(trigger, suspects, step)
     rows: list[SuspectRow] = []
     for suspect in suspects:
-        if beside := [p for p in peers if p.role == suspect.role and p.worker != suspect.worker]:
-            rows += _suspect_rows(suspect, beside, trigger.stage)
+        others = [p for p in peers if p.role == suspect.role and p.worker != suspect.worker]
+        if others:
+            rows += _Comparison(suspect, others, trigger.stage).rows()
     return [peer.name for peer in peers], rows
+
+
+def _peers(trigger: Trigger, suspects: Sequence[_Process], step: Step) -> list[_Process]:
+    """Return the recorded peers of the request, else other workers of the suspects' roles."""
+    roles = {suspect.role for suspect in suspects}
+    suspected = {suspect.worker for suspect in suspects}
+    workers = [worker.name for worker in step.workers if worker.identity.role in roles]
+    for names in (trigger.peers, [name for name in workers if name not in suspected]):
+        if peers := [process for process in _named(names, step) if process.recorded]:
+            return peers
+    return []
 
 
 def _recorded_stages(trigger: Trigger, step: Step) -> list[str]:
     """Return the stages of a capture that is limited to a stage; empty for other captures."""
-    recorded = {
-        artifact.stage for worker in step.workers for artifact in worker.artifacts if artifact.stage
-    }
-    return (
-        [trigger.stage, *sorted(recorded - {trigger.stage})] if trigger.stage and recorded else []
-    )
+    artifacts = chain.from_iterable(worker.artifacts for worker in step.workers)
+    recorded = {artifact.stage for artifact in artifacts if artifact.stage}
+    if not trigger.stage or not recorded:
+        return []
+    return [trigger.stage, *sorted(recorded - {trigger.stage})]
 
 
 def _named(names: Sequence[str], step: Step) -> Iterator[_Process]:
@@ -110,29 +130,43 @@ class _Process:
     Attributes:
         name: Name of the worker, or of one of its lanes, which then represents the process.
         worker: The worker, or ``controller``.
-        lanes: The process's lanes with known work.
-        role: Role of the process.
         step: The step.
-        ended: The process's stages that ended in the capture.
-        outermost: Names of the process's outermost stages.
-        recorded: Whether a number can be compared. A process without stages and operators has
-            memory alone.
+        results: What the worker recorded; empty for the controller.
+        stages: The process's stages.
     """
 
     def __init__(self, name: str, worker: str, step: Step) -> None:
-        self.name, self.worker, self.step = name, worker, step
-        of_worker = [lane for lane in step.lanes if lane.source.worker == worker]
-        named = [lane for lane in of_worker if name in (lane.name, lane.source.lane)]
-        self.lanes: list[Lane] = [lane for lane in named or of_worker if not lane.is_unknown]
-        self._results = [result for result in step.workers if result.name == worker]
-        self.role = self._results[0].identity.role if self._results else worker
-        stages = (
-            [span for one in self._results for span in one.stages] if self._results else step.stages
-        )
-        self.outermost = dict.fromkeys(span.name for span in stages if span.depth == 0)
-        self.ended = [span for span in stages if not step.cut_off(span)]
-        artifacts = [artifact for result in self._results for artifact in result.artifacts]
-        self.recorded = bool(stages or self.lanes) or any(one.status == "ok" for one in artifacts)
+        self.name = name
+        self.worker = worker
+        self.step = step
+        self.results = [result for result in step.workers if result.name == worker]
+        self.stages = step.stages
+        if self.results:
+            self.stages = list(chain.from_iterable(result.stages for result in self.results))
+
+    @property
+    def role(self) -> str:
+        """Role of the process."""
+        return self.results[0].identity.role if self.results else self.worker
+
+    @cached_property
+    def lanes(self) -> list[Lane]:
+        """The process's lanes with known work."""
+        lanes = [lane for lane in self.step.lanes if lane.source.worker == self.worker]
+        named = [lane for lane in lanes if self.name in (lane.name, lane.source.lane)]
+        return [lane for lane in named or lanes if not lane.is_unknown]
+
+    @property
+    def recorded(self) -> bool:
+        """Whether a number can be compared; one without stages and operators has memory alone."""
+        artifacts = chain.from_iterable(result.artifacts for result in self.results)
+        is_written = any(artifact.status == "ok" for artifact in artifacts)
+        return bool(self.stages or self.lanes) or is_written
+
+    @cached_property
+    def ended(self) -> list[StageSpan]:
+        """The process's stages that ended in the capture."""
+        return [span for span in self.stages if not self.step.cut_off(span)]
 
     def ran(self, stage: str) -> bool:
         """Return whether the process completed a stage of its own with this name."""
@@ -144,13 +178,11 @@ class _Process:
 
         If the process never ran the stage, the time is that of the loop's stage.
         """
-        step = self.step
-        own = time_of(self.ended, stage)
-        if not len(own):
-            own = step.during(stage) if stage else step.whole
-        return subtract(
-            own, time_of(span for result in self._results for span in result.tool_spans)
-        )
+        time = time_of(self.ended, stage)
+        if not len(time):
+            time = self.step.during(stage) if stage else self.step.whole
+        tools = chain.from_iterable(result.tool_spans for result in self.results)
+        return subtract(time, time_of(tools))
 
     def worked_s(self, stage: str) -> float | None:
         """Return the time in a stage without waits,
@@ -158,10 +190,8 @@ class _Process:
         """
         window = self.window(stage)
         if self.ran(stage):
-            waits = [lane.waiting for lane in self.lanes] or [EMPTY]
-            return (
-                length(window) - fmean(length(intersection(window, wait)) for wait in waits)
-            ) / 1e9
+            waits = [length(intersection(window, lane.waiting)) for lane in self.lanes]
+            return (length(window) - fmean(waits or [0])) / 1e9
         busy = [length(intersection(lane.busy, window)) for lane in self.lanes]
         return fmean(busy) / 1e9 if busy else None
 
@@ -180,8 +210,10 @@ class _Process:
                 "communicating": subtract(exposed, waiting),
                 "waiting for other ranks": waiting,
             }
-            parts |= {f"idle: {cause_name(name)}": of for name, of in lane.idle.items()}
-            totals.update({name: length(intersection(of, window)) for name, of in parts.items()})
+            for cause, idle in lane.idle.items():
+                parts[f"idle: {cause_name(cause)}"] = idle
+            for name, time in parts.items():
+                totals[name] += length(intersection(time, window))
         return {name: ns / len(self.lanes) / 1e9 for name, ns in totals.items()}
 
     def kernels_s(self, stage: str) -> dict[str, float]:
@@ -191,89 +223,109 @@ class _Process:
         totals: Counter[str] = Counter()
         for lane in self.lanes:
             for (place, name), (_, self_ns) in lane.ops.items():
-                totals[name] += self_ns if stage in ("", place) else 0
+                if stage in ("", place):
+                    totals[name] += self_ns
         return {name: ns / len(self.lanes) / 1e9 for name, ns in totals.items() if ns}
 
     def requests_s(self) -> dict[str, float]:
         """Return the medians over an engine's requests: a whole request,
         and a token of its response.
         """
-        whole = [one for result in self._results for one in result.requests if not one.failed]
-        tokens_us = [us for one in whole if (us := per_token_us(one)) is not None]
+        requests = chain.from_iterable(result.requests for result in self.results)
+        whole = [request for request in requests if not request.failed]
+        tokens_us = map(per_token_us, whole)
         times_s = {
-            "a request": [(one.end_ns - one.begin_ns) / 1e9 for one in whole],
-            "a token": [us / 1e6 for us in tokens_us],
+            "a request": [(request.end_ns - request.begin_ns) / 1e9 for request in whole],
+            "a token": [us / 1e6 for us in tokens_us if us is not None],
         }
-        return {name: median(each) for name, each in times_s.items() if each}
+        return {name: median(times) for name, times in times_s.items() if times}
 
     def peaks(self, stage: str) -> dict[str, float]:
         """Return the process's memory peaks, in the slow stage if known, else in any stage."""
-        own = [
-            row for result in self._results for row in measures_of(result) if row.unit == "bytes"
-        ]
+        measures = chain.from_iterable(map(measures_of, self.results))
+        rows = [row for row in measures if row.unit == "bytes"]
         peaks: dict[str, float] = {}
-        for row in [row for row in own if row.stage == stage] or own:
+        for row in [row for row in rows if row.stage == stage] or rows:
             peaks[row.name] = max(row.value, peaks.get(row.name, row.value))
         return peaks
 
 
-def _suspect_rows(suspect: _Process, peers: Sequence[_Process], stage: str) -> Iterator[SuspectRow]:
-    """Yield each quantity of a suspect with the median of its peers; small times are left out."""
-    only = peers[0].name if len(peers) == 1 else ""
-    blank = SuspectRow(
-        suspect=suspect.name, peers=only, kind="stage", name="", value=0.0, peer_value=None
-    )
-    names = [name for name in dict.fromkeys([stage, *suspect.outermost]) if name] or [""]
-    worked = {name: seconds for name in names if (seconds := suspect.worked_s(name)) is not None}
-    of_peers = [
-        {n: one.worked_s(n) for n in names if one.ran(n) == suspect.ran(n)} for one in peers
-    ]
-    rows = _beside(blank, "stage", worked, of_peers)
-    alike = [peer for peer in peers if peer.lanes and peer.ran(stage) == suspect.ran(stage)]
-    rows += _beside(blank, "time", suspect.parts_s(stage), [peer.parts_s(stage) for peer in alike])
-    if suspect.lanes and alike:
-        own, *theirs = _kernels((suspect, *alike), stage)
-        kernels = _beside(blank, "kernel", own, theirs)
-        kernels.sort(key=lambda row: -abs(row.difference or 0.0))
-        rows += [row for row in kernels[:_KERNELS] if row.difference]
-    least_s = _SMALL * suspect.step.span_ns / 1e9
-    yield from (row for row in rows if max(row.value, row.peer_value or 0.0) >= least_s)
-    yield from _beside(
-        blank, "request", suspect.requests_s(), [peer.requests_s() for peer in peers]
-    )
-    memory = msgspec.structs.replace(blank, unit="bytes")
-    yield from _beside(
-        memory, "memory", suspect.peaks(stage), [peer.peaks(stage) for peer in peers]
-    )
+class _Comparison:
+    """Rows of a suspect and its peers.
 
-
-def _kernels(processes: Sequence[_Process], stage: str) -> list[dict[str, float]]:
-    """Return the self time by kernel of each process, in the stage if any kernel ran there (s)."""
-    of_stage = [process.kernels_s(stage) for process in processes]
-    seconds = of_stage if any(of_stage) else [process.kernels_s("") for process in processes]
-    names = dict.fromkeys(chain(*seconds), 0.0)
-    return [names | of_process for of_process in seconds]
-
-
-def _beside(
-    blank: SuspectRow,
-    kind: str,
-    own: Mapping[str, float],
-    peers: Sequence[Mapping[str, float | None]],
-) -> list[SuspectRow]:
-    """Return a row for each number of a suspect,
-    with the median of the peers that have the number.
+    Attributes:
+        suspect: The suspect.
+        peers: Other processes of its role.
+        stage: The slow stage; empty for the whole step.
+        alike: The peers with recorded work that ran the stage if the suspect did.
     """
-    blank = msgspec.structs.replace(blank, kind=kind)
-    rows = []
-    for name, value in own.items():
-        known = [number for of in peers if (number := of.get(name)) is not None]
-        fields = {
-            "name": name or "the step",
-            "value": value,
-            "peer_value": median(known) if known else None,
-        }
-        rows.append(
-            msgspec.structs.replace(blank, peers=blank.peers or f"median of {len(known)}", **fields)
-        )
-    return rows
+
+    def __init__(self, suspect: _Process, peers: Sequence[_Process], stage: str) -> None:
+        self.suspect = suspect
+        self.peers = peers
+        self.stage = stage
+        ran = suspect.ran(stage)
+        self.alike = [peer for peer in peers if peer.lanes and peer.ran(stage) == ran]
+
+    def rows(self) -> Iterator[SuspectRow]:
+        """Yield each quantity of the suspect with the median of its peers, but small times."""
+        suspect, peers, stage = self.suspect, self.peers, self.stage
+        parts = [peer.parts_s(stage) for peer in self.alike]
+        times = [*self._stages(), *self._rows("time", suspect.parts_s(stage), parts)]
+        times += self._kernels()
+        least_s = _SMALL * suspect.step.span_ns / 1e9
+        for row in times:
+            if max(row.value, row.peer_value or 0.0) >= least_s:
+                yield row
+        yield from self._rows("request", suspect.requests_s(), [p.requests_s() for p in peers])
+        peaks = [peer.peaks(stage) for peer in peers]
+        for row in self._rows("memory", suspect.peaks(stage), peaks):
+            yield msgspec.structs.replace(row, unit="bytes")
+
+    def _stages(self) -> list[SuspectRow]:
+        """Return rows of the slow stage and the outermost stages; of the step, if there is none."""
+        suspect = self.suspect
+        outermost = [span.name for span in suspect.stages if span.depth == 0]
+        names = list(filter(None, dict.fromkeys([self.stage, *outermost]))) or [""]
+        rows = []
+        for name in names:
+            alike = [peer for peer in self.peers if peer.ran(name) == suspect.ran(name)]
+            worked_s = [{name: peer.worked_s(name)} for peer in alike]
+            rows += self._rows("stage", {name: suspect.worked_s(name)}, worked_s)
+        return rows
+
+    def _kernels(self) -> list[SuspectRow]:
+        """Return the kernels with the largest differences: in the stage, if any ran there."""
+        processes = [self.suspect, *self.alike]
+        if not (self.suspect.lanes and self.alike):
+            return []
+        seconds = [process.kernels_s(self.stage) for process in processes]
+        if not any(seconds):
+            seconds = [process.kernels_s("") for process in processes]
+        names = dict.fromkeys(chain(*seconds), 0.0)
+        of_suspect, *of_peers = (names | of_process for of_process in seconds)
+        rows = [row for row in self._rows("kernel", of_suspect, of_peers) if row.difference]
+        return sorted(rows, key=lambda row: -abs(row.difference or 0.0))[:_KERNELS]
+
+    def _rows(
+        self,
+        kind: Kind,
+        numbers: Mapping[str, float | None],
+        of_peers: Sequence[Mapping[str, float | None]],
+    ) -> list[SuspectRow]:
+        """Return a row for each known number, with the median of the peers that have the number."""
+        rows = []
+        for name, value in numbers.items():
+            values = [peer[name] for peer in of_peers if name in peer]
+            known = [number for number in values if number is not None]
+            if value is not None:
+                row = SuspectRow(
+                    suspect=self.suspect.name,
+                    peers=self.peers[0].name if len(self.peers) == 1 else f"median of {len(known)}",
+                    kind=kind,
+                    name=name or "the step",
+                    value=value,
+                    peer_value=median(known) if known else None,
+                )
+                rows.append(row)
+        return rows

@@ -40,9 +40,17 @@ from typing import Any
 
 from verl_profiling.files.recording_names import UNKNOWN_TOKENS, Iteration
 from verl_profiling.numbers.anatomy import percent
-from verl_profiling.numbers.columns import DeviceRow, EngineRow, KernelRow, WorkerRow
+from verl_profiling.numbers.columns import (
+    OTHER_RANKS,
+    DeviceRow,
+    EngineRow,
+    KernelRow,
+    Percentiles,
+    Tail,
+    Throughput,
+    WorkerRow,
+)
 from verl_profiling.numbers.lost import CAUSES, ROLLOUT, partition, working_spans
-from verl_profiling.numbers.sections import OTHER_RANKS, Percentiles, Tail, Throughput
 from verl_profiling.slices.intervals import (
     EMPTY,
     Spans,

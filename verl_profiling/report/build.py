@@ -15,13 +15,13 @@ from verl_profiling.files.watch_log import read_watch_log
 from verl_profiling.manifest import MANIFEST_NAME, WEIGHT_SYNC, Manifest
 from verl_profiling.numbers import anatomy, capture_rows, collectives, lost, usage
 from verl_profiling.numbers.rollout_section import rollout_of
-from verl_profiling.numbers.suspects import asked_of
+from verl_profiling.numbers.suspects import requested_of
 from verl_profiling.predict.graph import graph_of
 from verl_profiling.predict.prediction import predict
 from verl_profiling.predict.segments import Graph
 from verl_profiling.report.findings import find
+from verl_profiling.report.html import NotebookReport
 from verl_profiling.report.model import Report
-from verl_profiling.report.notebook import NotebookReport
 from verl_profiling.slices.intervals import EMPTY, Spans, common, length
 from verl_profiling.steps.causes import Explanation
 from verl_profiling.steps.lanes import Lane, Step
@@ -54,7 +54,7 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
     nobody = common([lane.idle["other_stages"] for lane in step.lanes])
     unmatched_ns = sum(map(length, collectives.unmatched(step, calls).values()))
     unmatched_ns += collectives.whole_graphs_ns(step.lanes)
-    asked, suspects = asked_of(step, calls)
+    request, suspects = requested_of(step, calls)
     engines = [usage.engine_row(lane, step) for lane in step.lanes if lane.is_engine]
     of_manifest: dict[str, Any] = {}
     if inputs.manifest is not None:
@@ -88,7 +88,7 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         captured=inputs.manifest is not None,
         rollout=rollout,
         devices=device_rows,
-        asked=asked,
+        capture_request=request,
         suspects=suspects,
         counters=list(capture_rows.counter_rows(content.counts, step.begin_ns, step.end_ns)),
         watched=_watched(inputs),
@@ -126,7 +126,7 @@ def _of_manifest(manifest: Manifest, step: Step) -> dict[str, Any]:
         ],
         "costs": capture_rows.costs(manifest),
         "running": anatomy.requests_running(step),
-        "outside": anatomy.outside_rows(manifest),
+        "around_the_step": anatomy.around_rows(manifest),
     }
 
 

@@ -40,7 +40,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: ``step``, ``explained`` (part of the step's change), ``watch`` (step and exposed time
-            of stages, of all steps in the watch's log), ``stage``, ``outside`` (pauses of the
+            of stages, of all steps in the watch's log), ``stage``, ``around`` (pauses of the
             capture, and stages around the step), ``worker`` (busy time), ``lost`` (lane-seconds),
             ``trajectory`` (trajectory-seconds by cause) or ``kernel`` (self time).
         name: Name of the part, stage, lane, cause or kernel.
@@ -87,7 +87,7 @@ _TITLES = {
     "explained": "The change of the step, by part",
     "watch": "All steps of the watch, exposed time",
     "stage": "Stages",
-    "outside": "Outside",
+    "around": "Around the step",
     "lost": "Lost lane-seconds",
     "trajectory": "Trajectory causes (training)",
     "worker": "Workers, busy time",
@@ -264,7 +264,7 @@ def _join(*sides: list[dict[_Key, float]]) -> None:
 
 def _numbers_of(report: Report) -> Iterator[tuple[_Key, float]]:
     yield ("step", STEP), report.span_us / 1e6  # the first one
-    for kind, rows in (("stage", report.stages), ("outside", report.outside)):
+    for kind, rows in (("stage", report.stages), ("around", report.around_the_step)):
         yield from (((kind, row.name), row.duration_us / 1e6) for row in rows)
     yield from ((("worker", row.name), row.busy_us / 1e6) for row in report.workers)
     yield from ((("lost", row.cause), row.seconds) for row in report.lost)

@@ -117,12 +117,9 @@ def scalars(report: Report) -> Iterator[tuple[str, float]]:
     yield "step_s", report.span_us / 1e6
     for stage in report.stages:
         yield f"stage/{stage.name.strip('()').replace(' ', '_')}_s", stage.duration_us / 1e6
-    span = sum(row.span_us for row in report.devices) or 1.0
-    yield "busy_share", sum(row.busy_us for row in report.devices) / span
-    yield (
-        "exposed_communication_share",
-        sum(row.exposed_communication_us for row in report.devices) / span,
-    )
+    exposed_us = sum(row.exposed_communication_us for row in report.devices)
+    yield "busy_share", sum(row.busy_us for row in report.devices) / report.observed_us
+    yield "exposed_communication_share", exposed_us / report.observed_us
     for lost in report.lost:
         yield f"lost/{lost.cause}_s", lost.seconds
     if report.tail:

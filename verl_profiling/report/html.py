@@ -15,15 +15,14 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.numbers.columns import WorkerRow
+from verl_profiling.numbers.columns import GanttSpan, WorkerRow
 from verl_profiling.numbers.lost import cause_name
-from verl_profiling.numbers.sections import GanttSpan
 from verl_profiling.report.findings import calm
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.sentences import (
     Figure,
-    asked_sentences,
     figures,
+    request_sentences,
     rollout_sentences,
     sentences,
 )
@@ -348,8 +347,8 @@ def _sentence(finding: Finding, lanes: int) -> str:
 
 
 def _sections(report: Report) -> Iterator[str]:
-    if said := _listed(asked_sentences(report.asked), "p"):
-        yield f'<section id="asked" aria-label="Who asked for the capture">{said}</section>'
+    if said := _listed(request_sentences(report.capture_request), "p"):
+        yield f'<section id="request" aria-label="Request for the capture">{said}</section>'
     yield summary(report)
     before = {"stages": _picture(report), "rollout_time": _rollout(report)}
     for name, spec in TABLES.items():
@@ -427,3 +426,14 @@ def _rollout(report: Report) -> str:
             )
             content += stacked((cause_key(part.cause), part.share, part.cause) for part in parts)
     return section("Rollout", content, "The causes of each bar add up to its time.")
+
+
+class NotebookReport(Report, frozen=True, kw_only=True):
+    """A report that a notebook shows as its page, in a sandboxed frame."""
+
+    def _repr_html_(self) -> str:
+        page = render_html(self)
+        return (
+            f'<iframe srcdoc="{escape(page)}" sandbox="allow-scripts" title="{escape(repr(self))}" '
+            'style="width: 100%; height: 720px; border: 0"></iframe>'
+        )

@@ -11,7 +11,7 @@ import msgspec
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, HostClock
 from verl_profiling.numbers import columns
-from verl_profiling.numbers.sections import Asked, GanttSpan, Rollout, Tail, Throughput
+from verl_profiling.numbers.columns import GanttSpan, RequestedCapture, Rollout, Tail, Throughput
 from verl_profiling.steps.read import Coverage
 from verl_profiling.units import duration, step_list, three_digits
 
@@ -75,12 +75,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         running: Requests running over time, one row per replica.
         replicas: Totals of the requests of each replica, one row per replica.
         rollout: Time of trajectories by cause; ``None`` if no trajectories were recorded.
-        outside: Time of the loop around the step: pauses of the capture, and stages such as
+        around_the_step: Time of the loop around the step: pauses of the capture, and stages such as
             ``validate``.
         devices: One row per device; lanes that share a device are one row.
         timeline_begin_ns: Begin of the step in its merged timeline (ns); ``None`` without a
             manifest.
-        asked: The request for the capture; ``None`` if the schedule chose the step.
+        capture_request: The request for the capture; ``None`` if the schedule chose the step.
         suspects: The suspects of a requested capture, compared with their peers.
         counters: Counters of processes that record trajectories, such as the queue of verl's
             rollouter.
@@ -121,11 +121,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     running: list[columns.RunningRow] = []
     replicas: list[columns.ReplicaRow] = []
     rollout: Rollout | None = None
-    outside: list[columns.OutsideRow] = []
+    around_the_step: list[columns.AroundRow] = []
     devices: list[columns.DeviceRow]
     timeline_begin_ns: int | None = None
     name: str = ""
-    asked: Asked | None = None
+    capture_request: RequestedCapture | None = None
     suspects: list[columns.SuspectRow] = []
     counters: list[columns.CounterRow] = []
     watched: StepSummary | None = None
@@ -160,9 +160,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         """Time before and after the step in which the loop waited for the capture
         to start or stop.
         """
-        return sum(
-            row.duration_us for row in self.outside if row.name in (CAPTURE_START, CAPTURE_STOP)
-        )
+        pauses = (CAPTURE_START, CAPTURE_STOP)
+        return sum(row.duration_us for row in self.around_the_step if row.name in pauses)
 
     @property
     def on_devices(self) -> bool:
@@ -177,18 +176,27 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return any(len(row.lanes) > 1 for row in self.devices)
 
     @property
+    def noticed(self) -> bool:
+        """Whether the watch requested the capture."""
+        return self.capture_request is not None and bool(self.capture_request.sign)
+
+    @property
+    def observed_us(self) -> float:
+        """Observed time of all devices; 1 if there is none, so that shares of it are 0."""
+        return sum(row.span_us for row in self.devices) or 1.0
+
+    @property
     def observed_share(self) -> float:
         """Share of the devices' time in the step that was recorded; 1 without a manifest."""
         whole_us = self.span_us * len(self.devices)
-        observed_us = sum(row.span_us for row in self.devices)
-        return observed_us / whole_us if self.captured and whole_us else 1.0
+        return self.observed_us / whole_us if self.captured and whole_us else 1.0
 
     @property
     def working_share(self) -> float | None:
         """Share of the observed time in which devices were busy, without waits for other ranks."""
-        observed = sum(row.span_us for row in self.devices)
-        working = sum(row.busy_us - row.waiting_us for row in self.devices)
-        return working / observed if observed else None
+        if not any(row.span_us for row in self.devices):
+            return None
+        return sum(row.busy_us - row.waiting_us for row in self.devices) / self.observed_us
 
     @property
     def lost_s(self) -> dict[str, float]:

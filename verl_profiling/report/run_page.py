@@ -102,8 +102,8 @@ def _noticed(
     """
     captures = {}
     for report, link in zip(reports, links, strict=True):
-        if report.asked is not None:
-            captures[report.asked.noticed] = named(page_title(report), link)
+        if report.capture_request is not None:
+            captures[report.capture_request.noticed] = named(page_title(report), link)
     rows = []
     for anomaly, why in noticed_in(watched):
         capture = captures.get(
@@ -255,7 +255,7 @@ def _logged(
         steps: The step summaries of the log, in order.
         links: Links to the pages of captured steps.
     """
-    _, asked = captures_so_far(run, _MOST_CAPTURES)
+    _, requesters = captures_so_far(run, _MOST_CAPTURES)
     totals = Counter[str]()
     for step in steps:
         totals.update(step.exposed_s)
@@ -266,6 +266,6 @@ def _logged(
         for name, seconds in step.exposed_s.items():
             stages[kept.get(name, "(other stages)")] += seconds
         link = links.get(step.step, "")
-        captured = visible(asked.get(step.captured, "yes" if link else ""))
+        captured = visible(requesters.get(step.captured, "yes" if link else ""))
         found.append(_Step(f"Step {step.step}", link, step.seconds, stages, captured))
     return found

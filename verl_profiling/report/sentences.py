@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from verl_profiling.files.step_summary import ROLLOUT, TRAINING, StepSummary
+from verl_profiling.numbers.columns import OTHER_RANKS, RequestedCapture, Rollout
 from verl_profiling.numbers.lost import cause_name
-from verl_profiling.numbers.sections import OTHER_RANKS, Asked, Rollout
 from verl_profiling.report.model import Report
 from verl_profiling.units import byte_size, duration
 
@@ -92,19 +92,19 @@ def _known_waits(report: Report) -> str:
     )
 
 
-def asked_sentences(asked: Asked | None) -> Iterator[str]:
+def request_sentences(request: RequestedCapture | None) -> Iterator[str]:
     """Yield the requester of a capture and the reason, and a bar chart of the anomaly's values."""
-    if asked is None:
+    if request is None:
         return
-    by = f" of {asked.by}" if asked.by else ""
-    named = f" (request {asked.request})" if asked.request else ""
-    noticed = f", {asked.sign} in step {asked.noticed}" if asked.sign else ""
-    reason = asked.reason.removeprefix(f"step {asked.noticed}: ")
-    yield f"captured {asked.when} by {asked.kind}{by}{named}{noticed}: {reason}"
-    if asked.history:
-        shown = {"memory": byte_size, "leader": "{:.1%}".format}.get(asked.sign, duration)
-        last, before = shown(asked.history[-1]), shown(asked.median)
-        yield f"{sparkline(asked.history, _MOST_BARS)} {last}, median before {before}"
+    by = f" of {request.by}" if request.by else ""
+    named = f" (request {request.request})" if request.request else ""
+    noticed = f", {request.sign} in step {request.noticed}" if request.sign else ""
+    reason = request.reason.removeprefix(f"step {request.noticed}: ")
+    yield f"captured {request.when} by {request.kind}{by}{named}{noticed}: {reason}"
+    if request.history:
+        shown = {"memory": byte_size, "leader": "{:.1%}".format}.get(request.sign, duration)
+        last, before = shown(request.history[-1]), shown(request.median)
+        yield f"{sparkline(request.history, _MOST_BARS)} {last}, median before {before}"
 
 
 def sentences(report: Report) -> Iterator[str]:
@@ -202,9 +202,8 @@ def rollout_sentences(rollout: Rollout) -> Iterator[str]:
         took = f": p50 {duration(rollout.p50_s)}, p99 {duration(rollout.p99_s)}"
     whole = duration(sum(part.seconds for part in rollout.time))
     yield (
-        f"{counted(rollout.trajectories, 'trajectory')}{also}{took}; {rollout.explained:.1%} "
-        f"of the {whole} "
-        "of the rollout is attributed to a cause"
+        f"{counted(rollout.trajectories, 'trajectory')}{also}{took}; {rollout.explained:.1%} of "
+        f"the {whole} of the rollout is attributed to a cause"
     )
     if rollout.cut:
         yield f"{counted(rollout.cut, 'trajectory')} only partly in the step or the recording"
@@ -218,10 +217,8 @@ def rollout_sentences(rollout: Rollout) -> Iterator[str]:
     if polling := rollout.polling:
         yield (
             f"polling the replay buffer: {polling.pauses:,} times, every "
-            f"{duration(polling.interval_s)}; the "
-            f"trainer slept {duration(polling.late_s)} ({polling.late_share:.1%} of the "
-            "step) after the last "
-            "response was there"
+            f"{duration(polling.interval_s)}; the trainer slept {duration(polling.late_s)} "
+            f"({polling.late_share:.1%} of the step) after the last response was there"
         )
     if rollout.groups_seen:
         yield (

@@ -15,9 +15,8 @@ from zlib import crc32
 
 import msgspec
 
-from verl_profiling.numbers.columns import CauseRow, HelpRow, PathRow, added
+from verl_profiling.numbers.columns import OTHER_RANKS, CauseRow, HelpRow, PathRow, Rollout, added
 from verl_profiling.numbers.lost import CAUSES, cause_name
-from verl_profiling.numbers.sections import OTHER_RANKS, Rollout
 from verl_profiling.report.model import Report
 from verl_profiling.steps.records import LOOP_LAG, UNKNOWN
 from verl_profiling.units import byte_size, duration, three_digits, visible
@@ -112,7 +111,7 @@ class Table(NamedTuple):
         note: Sentence below the table, or a function that returns the sentence.
         most: Number of rows on the page.
         key: Function that returns the colour key of a row.
-        field: Field of :class:`~verl_profiling.numbers.sections.Rollout` with the rows; empty for a
+        field: Field of :class:`~verl_profiling.numbers.columns.Rollout` with the rows; empty for a
             field of the report.
         shown: Function that returns the shown rows, if they differ from the rows of the data.
     """
@@ -381,10 +380,9 @@ _TABLES = (
     Table("measures", "If a stage ran several times, the largest value is shown."),
     Table("counters", "A sample is valid until the next sample; the mean is over time."),
     Table(
-        "outside",
-        "Time before and after the step, which no other table contains. In the pauses, the "
-        "loop waits "
-        "for the capture to start and to stop.",
+        "around_the_step",
+        "Time before and after the step, which no other table contains. In the pauses, the loop "
+        "waits for the capture to start and to stop.",
     ),
     Table("costs", "Writing is part of stopping."),
 )

@@ -18,9 +18,9 @@ from rich.text import Text
 from verl_profiling.report.findings import calm
 from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import (
-    asked_sentences,
     counted,
     figures,
+    request_sentences,
     rollout_sentences,
     sentences,
     waits,
@@ -84,7 +84,7 @@ def print_report(report: Report, console: Console, *, everything: bool = False) 
         f", policy version {report.policy_version}" if report.policy_version is not None else ""
     )
     console.print(f"[bold]{escape(report.title)}[/bold]{policy}")
-    for line in asked_sentences(report.asked):
+    for line in request_sentences(report.capture_request):
         console.print(_wrapped(f"[dim]{escape(line)}[/dim]", console))
     if not report.complete:
         console.print(

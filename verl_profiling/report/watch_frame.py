@@ -194,10 +194,10 @@ def captures_so_far(run: Path, most: int) -> tuple[int, dict[str, str]]:
         folders = step_folders(run)
     except OSError:
         return 0, {}
-    return len(folders), {folder.name: _asked(folder) for folder in folders[-most:]}
+    return len(folders), {folder.name: _requester(folder) for folder in folders[-most:]}
 
 
-def _asked(folder: Path) -> str:
+def _requester(folder: Path) -> str:
     try:
         head = msgspec.json.decode(read_small(folder / MANIFEST_NAME), type=_Head)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
