@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, Manifest
-from verl_profiling.numbers.columns import AroundRow, GanttSpan, RunningRow, StageRow
+from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, POLLING, Manifest
+from verl_profiling.numbers.columns import AroundRow, GanttSpan, Polling, RunningRow, StageRow
+from verl_profiling.numbers.lost import ROLLOUT
 from verl_profiling.slices.intervals import (
     EMPTY,
+    Ints,
     Sharing,
     Spans,
     covered_before,
@@ -65,10 +67,12 @@ def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
         rows.append(_row(name, len(spans), spans[0].begin_ns, time, part_ns, step, **more))
     outermost = [time for time, depth in zip(within_step, depths, strict=True) if depth == 0]
     rest = subtract(step.whole, union(*outermost, capture))
-    named = [*([(CAPTURE_CALLS, capture)] if len(capture) else []), (OUTSIDE_STAGES, rest)]
-    for name, time in named:
-        begin_ns = int(time[0, 0]) if len(time) else step.begin_ns
-        rows.append(_row(name, len(time), begin_ns, time, length(time), step))
+    for name, time in ((CAPTURE_CALLS, capture), (OUTSIDE_STAGES, rest)):
+        if len(time):
+            begin_ns = int(time[0, 0])
+            rows.append(_row(name, len(time), begin_ns, time, length(time), step))
+        elif name == OUTSIDE_STAGES:
+            rows.append(_row(name, 0, step.begin_ns, time, 0, step))
     return rows
 
 
@@ -155,6 +159,38 @@ def _running(spans: Spans, begin_ns: int, end_ns: int) -> NDArray[np.float64]:
     edges = np.linspace(0.0, whole, PARTS + 1)
     inside = np.clip(spans - begin_ns, 0, whole).astype(np.float64)
     return np.clip(np.diff(covered_before(inside, edges)) * PARTS / whole, 0.0, None)
+
+
+def polling(step: Step, ends: Ints) -> Polling | None:
+    """Return the cost of the trainer's polling in the rollout; ``None`` without polling.
+
+    Polling after the last trajectory's end is lost time, for each run of the stage ``rollout``.
+    Polling before that end costs nothing, because the trainer waits for trajectories.
+
+    Args:
+        step: The step.
+        ends: Ends of the training trajectories (unix ns).
+    """
+    rollout = step.during(ROLLOUT)
+    pauses = np.array(
+        [(span.begin_ns, span.end_ns) for span in step.stages if span.name == POLLING], np.int64
+    ).reshape(-1, 2)
+    pauses = pauses[overlaps(pauses, rollout) > 0]
+    if not len(pauses):
+        return None
+    asleep = intersection(rollout, union(pauses))
+    late_ns = 0
+    for begin_ns, end_ns in rollout.tolist():
+        last_ns = int(ends[(begin_ns <= ends) & (ends <= end_ns)].max(initial=0))
+        if last_ns:
+            late_ns += length(within(asleep, last_ns, end_ns))
+    return Polling(
+        pauses=len(pauses),
+        interval_s=float(np.median(np.diff(pauses))) / 1e9,
+        seconds=length(asleep) / 1e9,
+        late_s=late_ns / 1e9,
+        late_share=late_ns / max(step.span_ns, 1),
+    )
 
 
 def gantt(step: Step) -> Iterator[GanttSpan]:

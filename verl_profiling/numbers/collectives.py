@@ -15,7 +15,7 @@ rank is unknown. A collective of unknown group yields nothing.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from statistics import median
 
@@ -123,20 +123,22 @@ def collective_rows(calls: Iterable[Calls]) -> list[CollectiveRow]:
     """Return one row per collective and group, for the longest waits."""
     rows = []
     for one in calls:
-        (late, times), *_ = Counter(one.last.tolist()).most_common(1)
-        rows.append(
-            CollectiveRow(
-                name=one.name,
-                role=one.role,
-                group=one.group.ranks,
-                calls=len(one.cost),
-                median_us=float(np.median(one.cost)) / 1000,
-                wait_us=sum(length(union(one.waiting(rank))) for rank in range(len(one.lanes)))
-                / 1000,
-                late=one.lanes[late].name if one.is_whole else "",
-                late_share=times / len(one.cost) if one.is_whole else 0.0,
-            )
+        late, late_share = "", 0.0
+        if one.is_whole:
+            ((rank, times),) = Counter(one.last.tolist()).most_common(1)
+            late, late_share = one.lanes[rank].name, times / len(one.cost)
+        waited_ns = sum(length(union(one.waiting(rank))) for rank in range(len(one.lanes)))
+        row = CollectiveRow(
+            name=one.name,
+            role=one.role,
+            group=one.group.ranks,
+            calls=len(one.cost),
+            median_us=float(np.median(one.cost)) / 1000,
+            wait_us=waited_ns / 1000,
+            late=late,
+            late_share=late_share,
         )
+        rows.append(row)
     return sorted(rows, key=lambda row: -row.wait_us)[:_TOP_COLLECTIVES]
 
 
@@ -156,68 +158,86 @@ def stragglers(step: Step, calls: Iterable[Calls]) -> list[StragglerRow]:
         calls: The matched collectives of the step.
     """
     perhaps = _perhaps_waiting(step, calls)
-    observed: dict[str, Spans] = {}
-    rows: list[StragglerRow] = []
-    for role in dict.fromkeys(worker.identity.role for worker in step.workers):
-        stages: dict[str, dict[str, list[StageSpan]]] = {}  # by stage, then worker
-        waited: dict[str, tuple[Spans, Spans]] = {}  # by all lanes of a worker: surely, and perhaps
-        for worker in (worker for worker in step.workers if worker.identity.role == role):
-            lanes = [lane for lane in step.lanes if lane.source.worker == worker.name]
-            surely = common([lane.waiting for lane in lanes])
-            waited[worker.name] = surely, common([perhaps[lane] for lane in lanes])
-            observed[worker.name] = common([lane.observed for lane in lanes])
-            for span in worker.stages:
-                stages.setdefault(span.name, {}).setdefault(worker.name, []).append(span)
-        for stage, runs in stages.items():
-            if len(runs) > 1 and not any(map(step.cut_off, chain.from_iterable(runs.values()))):
-                found = _rows(stage, role, runs, waited)
-                rows += (
-                    row for row in found if _is_seen(row, runs, observed) or _ends_last(row, runs)
-                )
+    workers = {worker.name: _Worker(worker.name, step, perhaps) for worker in step.workers}
+    runs: dict[tuple[str, str], _Runs] = {}  # by role and stage, then worker
+    for worker in step.workers:
+        for span in worker.stages:
+            of_stage = runs.setdefault((worker.identity.role, span.name), {})
+            of_stage.setdefault(worker.name, []).append(span)
+    rows = []
+    for (role, stage), of_workers in runs.items():
+        if len(of_workers) > 1 and not _is_cut_off(step, of_workers):
+            row = _straggler(stage, role, of_workers, workers)
+            if row and (_is_seen(row, of_workers, workers) or _ends_last(row, of_workers)):
+                rows.append(row)
     return sorted(rows, key=lambda row: -row.behind_us)
 
 
-def _rows(
-    stage: str,
-    role: str,
-    runs: dict[str, list[StageSpan]],
-    waited: Mapping[str, tuple[Spans, Spans]],
-) -> Iterator[StragglerRow]:
-    worked, surely, waited_ns = {}, {}, 0
-    for name, own in runs.items():
-        waiting, perhaps = waited[name]
-        time = time_of(own)
-        worked[name] = length(subtract(time, waiting)) / 1000
-        surely[name] = length(subtract(time, perhaps)) / 1000
-        waited_ns += length(intersection(time, waiting)) + length(until_last(own, runs.values()))
-    slowest = max(surely, key=lambda name: surely[name])
-    worked[slowest] = surely[slowest]
-    if surely[slowest] == max(worked.values()):
-        yield StragglerRow(
-            stage=stage,
-            role=role,
-            workers=len(worked),
-            slowest=slowest,
-            slowest_us=worked[slowest],
-            median_us=median(worked.values()),
-            wait_us=waited_ns / 1000,
-            behind_us=sum(worked[slowest] - us for us in worked.values()),
-        )
+_Runs = dict[str, list[StageSpan]]
+"""Runs of a stage by worker."""
 
 
-def _is_seen(
-    row: StragglerRow, runs: Mapping[str, Sequence[StageSpan]], observed: Mapping[str, Spans]
-) -> bool:
+class _Worker:
+    """Time that all lanes of a worker share.
+
+    Attributes:
+        waits: Waits in collectives.
+        perhaps: Also communication that may be a wait.
+        observed: Observed time.
+    """
+
+    def __init__(self, name: str, step: Step, perhaps: Mapping[Lane, Spans]) -> None:
+        lanes = [lane for lane in step.lanes if lane.source.worker == name]
+        self.waits = common([lane.waiting for lane in lanes])
+        self.perhaps = common([perhaps[lane] for lane in lanes])
+        self.observed = common([lane.observed for lane in lanes])
+
+
+def _is_cut_off(step: Step, runs: _Runs) -> bool:
+    return any(map(step.cut_off, chain.from_iterable(runs.values())))
+
+
+def _straggler(
+    stage: str, role: str, runs: _Runs, workers: Mapping[str, _Worker]
+) -> StragglerRow | None:
+    """Return the row of a stage; ``None`` if another worker may have worked as long."""
+    worked_us: dict[str, float] = {}
+    surely_us: dict[str, float] = {}
+    waited_ns = 0
+    for name, spans in runs.items():
+        worker, time = workers[name], time_of(spans)
+        worked_us[name] = length(subtract(time, worker.waits)) / 1000
+        surely_us[name] = length(subtract(time, worker.perhaps)) / 1000
+        waited_ns += length(intersection(time, worker.waits))
+        waited_ns += length(until_last(spans, runs.values()))
+    slowest = max(surely_us, key=surely_us.__getitem__)
+    slowest_us = worked_us[slowest] = surely_us[slowest]
+    if slowest_us < max(worked_us.values()):
+        return None
+    return StragglerRow(
+        stage=stage,
+        role=role,
+        workers=len(runs),
+        slowest=slowest,
+        slowest_us=slowest_us,
+        median_us=median(worked_us.values()),
+        wait_us=waited_ns / 1000,
+        behind_us=sum(slowest_us - us for us in worked_us.values()),
+    )
+
+
+def _is_seen(row: StragglerRow, runs: _Runs, workers: Mapping[str, _Worker]) -> bool:
     """Return whether the slowest worker was observed in its stage."""
     time = time_of(runs[row.slowest])
-    return not misses(observed[row.slowest], time, time)
+    return not misses(workers[row.slowest].observed, time, time)
 
 
-def _ends_last(row: StragglerRow, runs: Mapping[str, Sequence[StageSpan]]) -> bool:
+def _ends_last(row: StragglerRow, runs: _Runs) -> bool:
     """Return whether the slowest worker ends the stage later than the others by at least half
     of its lead.
     """
-    ends = {name: max(span.end_ns for span in own) / 1000 for name, own in runs.items()}
-    others = [us for name, us in ends.items() if name != row.slowest]
-    lead_us = row.behind_us / len(others)
-    return row.role == ROLLOUT_ROLE or 2 * (ends[row.slowest] - median(others)) >= lead_us
+    if row.role == ROLLOUT_ROLE:
+        return True
+    ends_us = {name: max(span.end_ns for span in spans) / 1000 for name, spans in runs.items()}
+    last_us = ends_us.pop(row.slowest)
+    return 2 * (last_us - median(ends_us.values())) >= row.behind_us / len(ends_us)

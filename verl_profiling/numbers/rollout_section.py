@@ -11,7 +11,8 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from verl_profiling.manifest import POLLING, Request
+from verl_profiling.manifest import Request
+from verl_profiling.numbers.anatomy import polling
 from verl_profiling.numbers.columns import (
     BlockRow,
     CallRow,
@@ -20,7 +21,6 @@ from verl_profiling.numbers.columns import (
     GroupRow,
     LastTrajectories,
     PartRow,
-    Polling,
     Rollout,
     StatusRow,
     VersionRow,
@@ -31,8 +31,6 @@ from verl_profiling.slices.intervals import (
     Ints,
     Sharing,
     grouped,
-    intersection,
-    length,
     overlaps,
     percentiles,
     spans_of,
@@ -66,90 +64,63 @@ def rollout_of(
         pieces: Time of the trajectories by cause.
         of_processes: Time of processes outside trajectories by cause.
     """
-    found, spans = records.trajectories, records.spans
-    if step.manifest is None or not (found or len(spans.begin)):
+    trajectories = records.trajectories
+    if step.manifest is None or not (trajectories or len(records.spans.begin)):
         return None
     explanation = Explanation(pieces, of_processes, step.stages, union(*step.served.values()))
-    columns = [(one.begin_ns, one.end_ns, one.validate) for one in found]
+    columns = [(one.begin_ns, one.end_ns, one.validate) for one in trajectories]
     begin, end, validate = np.array(columns, dtype=np.int64).reshape(-1, 3).T
+    is_cut = np.array([one.cut_begin or one.cut_end for one in trajectories], dtype=bool)
     training = np.flatnonzero(validate == 0)
-    whole = [
-        number for number in training if not (found[number].cut_begin or found[number].cut_end)
-    ]
-    p50, p99 = percentiles((end - begin)[whole] / 1e9, 50, 99)
+    p50, p99 = percentiles((end - begin)[(validate == 0) & ~is_cut] / 1e9, 50, 99)
     shares = Sharing(pieces.begin, pieces.end, pieces.owner).shares()
     window = step.during(ROLLOUT)
     if not len(window):
         window = spans_of([(int(begin.min(initial=step.end_ns)), int(end.max(initial=0)))])
     time = _part_rows(explanation.of(window))
-    first = int(begin[training].min()) if len(training) else step.begin_ns
+    first_ns = int(begin[training].min(initial=step.end_ns))
+    last_ns = int(end[training].max(initial=first_ns))
     lag = pieces.of(np.flatnonzero(pieces.cause == pieces.causes.index(LOOP_LAG)))
     rollout = Rollout(
         trajectories=len(training),
         validation=int(validate.sum()),
-        cut=sum(one.cut_begin or one.cut_end for one in found),
+        cut=int(is_cut.sum()),
         seconds=float((end - begin)[training].sum()) / 1e9,
         p50_s=p50,
         p99_s=p99,
-        wall_s=(int(end[training].max()) - first) / 1e9 if len(training) else 0.0,
-        causes=[row for kind in (0, 1) for row in _causes(pieces, shares, validate, kind)],
+        wall_s=(last_ns - first_ns) / 1e9,
+        causes=[
+            *_causes(pieces, shares, validate == 0, validate=False),
+            *_causes(pieces, shares, validate == 1, validate=True),
+        ],
         time=time,
         explained=sum(part.share for part in time if part.cause not in (BEFORE, UNEXPLAINED)),
         last=_last_trajectories(training, begin[training], end[training], pieces),
         calls=_call_rows(records),
         blocks=_block_rows(records, lag),
-        **_groups(found, pieces, step.begin_ns),
+        **_groups(trajectories, pieces, step.begin_ns),
         **_versions(records, served, step.manifest.policy_version),
         statuses=_status_rows(records),
-        failures=_failure_rows(found),
-        polling=_polling(step, end[training]),
+        failures=_failure_rows(trajectories),
+        polling=polling(step, end[training]),
     )
     return rollout, explanation
 
 
 def _causes(
-    pieces: Pieces, shares: NDArray[np.float64], validate: Ints, kind: int
+    pieces: Pieces, shares: NDArray[np.float64], members: NDArray[np.bool_], *, validate: bool
 ) -> list[CauseRow]:
-    """Return rows of the trajectories' time by cause (tool, queue, ...),
+    """Return rows of the time of some trajectories by cause (tool, queue, ...),
     which add up to the total.
     """
-    rows = np.flatnonzero((validate[pieces.owner] == kind) & (shares > 0))
-    pairs = set(zip(pieces.cause[rows].tolist(), pieces.owner[rows].tolist(), strict=True))
-    members = Counter(pieces.causes[cause] for cause, _ in pairs)
+    rows = np.flatnonzero(members[pieces.owner] & (shares > 0))
+    pairs = np.unique(pieces.owner[rows] * len(pieces.causes) + pieces.cause[rows])
+    sizes = np.bincount(pairs % len(pieces.causes), minlength=len(pieces.causes))
+    by_name = dict(zip(pieces.causes, sizes.tolist(), strict=True))
     return [
-        CauseRow(validate=bool(kind), trajectories=members[part.cause], **structs.asdict(part))
+        CauseRow(validate=validate, trajectories=by_name[part.cause], **structs.asdict(part))
         for part in _part_rows(pieces.of(rows).seconds(shares[rows]))
     ]
-
-
-def _polling(step: Step, ends: Ints) -> Polling | None:
-    """Return the cost of the trainer's polling in the rollout; ``None`` without polling.
-
-    Polling after the last trajectory's end is lost time, for each run of the stage ``rollout``.
-    Polling before that end costs nothing, because the trainer waits for trajectories.
-
-    Args:
-        step: The step.
-        ends: Ends of the training trajectories (unix ns).
-    """
-    rollout = step.during(ROLLOUT)
-    pauses = [(span.begin_ns, span.end_ns) for span in step.stages if span.name == POLLING]
-    inside = [pause for pause in pauses if len(intersection(rollout, spans_of([pause])))]
-    if not inside:
-        return None
-    polling = intersection(rollout, spans_of(inside))
-    late_ns = 0
-    for begin, end in rollout.tolist():
-        there = ends[(begin <= ends) & (ends <= end)]
-        if len(there):
-            late_ns += length(intersection(polling, spans_of([(int(there.max()), end)])))
-    return Polling(
-        pauses=len(inside),
-        interval_s=float(np.median([end - begin for begin, end in inside])) / 1e9,
-        seconds=length(polling) / 1e9,
-        late_s=late_ns / 1e9,
-        late_share=late_ns / max(step.span_ns, 1),
-    )
 
 
 def _call_rows(records: Records) -> list[CallRow]:
@@ -228,57 +199,79 @@ def _groups(trajectories: Sequence[Trajectory], pieces: Pieces, begin_ns: int) -
         pieces: Time of the trajectories by cause.
         begin_ns: Begin of the step (unix ns).
     """
-    named = [
-        number for number, one in enumerate(trajectories) if one.said.group and not one.validate
+    training = [number for number, one in enumerate(trajectories) if not one.validate]
+    by_name = grouped(training, lambda number: trajectories[number].said.group)
+    by_name.pop("", None)
+    groups = [
+        _Group(name, members, trajectories) for name, members in by_name.items() if members[1:]
     ]
-    groups = grouped(named, lambda number: trajectories[number].said.group)
-    found = []
-    for group, members in groups.items():
-        if len(members) > 1:
-            ends = [trajectories[member].end_ns for member in members]
-            found.append((max(ends) * len(ends) - sum(ends), group, members, min(ends), max(ends)))
-    found.sort(key=lambda item: (-item[0], item[1]))
+    groups.sort(key=lambda group: (-group.waited_ns, group.name))
     rows = []
-    for waited, group, members, first, last in found[:_MOST_GROUPS]:
-        slowest = next(member for member in members if trajectories[member].end_ns == last)
-        mine = pieces.of(np.flatnonzero(pieces.owner == slowest))
-        causes = mine.seconds(np.maximum(mine.end - np.maximum(mine.begin, first), 0))
-        rows.append(
-            GroupRow(
-                group=shortened(group),
-                members=len(members),
-                first_s=(first - begin_ns) / 1e9,
-                last_s=(last - begin_ns) / 1e9,
-                waited_s=waited / 1e9,
-                last_cause=max(causes, key=lambda cause: causes[cause], default=""),
-                whole=not any(trajectories[member].cut_end for member in members),
-            )
+    for group in groups[:_MOST_GROUPS]:
+        last = pieces.of(np.flatnonzero(pieces.owner == group.slowest))
+        causes = last.seconds(np.maximum(last.end - np.maximum(last.begin, group.first_ns), 0))
+        row = GroupRow(
+            group=shortened(group.name),
+            members=len(group.members),
+            first_s=(group.first_ns - begin_ns) / 1e9,
+            last_s=(group.last_ns - begin_ns) / 1e9,
+            waited_s=group.waited_ns / 1e9,
+            last_cause=max(causes, key=lambda cause: causes[cause], default=""),
+            whole=not any(trajectories[member].cut_end for member in group.members),
         )
-    spreads = [(last - first) / 1e9 for _, _, _, first, last in found] or [0.0]
+        rows.append(row)
+    spreads_s = [(group.last_ns - group.first_ns) / 1e9 for group in groups] or [0.0]
     return {
         "groups": rows,
-        "groups_seen": len(found),
-        "group_waited_s": sum(item[0] for item in found) / 1e9,
-        "group_spread_p50_s": median(spreads),
-        "group_spread_max_s": max(spreads),
+        "groups_seen": len(groups),
+        "group_waited_s": sum(group.waited_ns for group in groups) / 1e9,
+        "group_spread_p50_s": median(spreads_s),
+        "group_spread_max_s": max(spreads_s),
     }
+
+
+class _Group:
+    """Trajectories of a prompt.
+
+    Attributes:
+        name: The group.
+        members: Numbers of the trajectories.
+        first_ns: First end of a member.
+        last_ns: Last end of a member.
+        slowest: Member that ended last.
+        waited_ns: Total time for which members waited for the last one.
+    """
+
+    def __init__(self, name: str, members: list[int], trajectories: Sequence[Trajectory]) -> None:
+        ends = [trajectories[member].end_ns for member in members]
+        self.name = name
+        self.members = members
+        self.first_ns = min(ends)
+        self.last_ns = max(ends)
+        self.slowest = members[ends.index(self.last_ns)]
+        self.waited_ns = self.last_ns * len(ends) - sum(ends)
 
 
 def _status_rows(records: Records) -> list[StatusRow]:
     """Return one row per status, training before validation, the largest total time first."""
-    counts: dict[tuple[bool, str], Any] = defaultdict(Counter)
+    counts = Counter[tuple[bool, str]]()
+    took_ns = Counter[tuple[bool, str]]()
+    whole_ns = Counter[bool]()
     for one in records.trajectories:
-        counts[one.validate, one.status].update(
-            trajectories=1, seconds=(one.end_ns - one.begin_ns) / 1e9
+        counts[one.validate, one.status] += 1
+        took_ns[one.validate, one.status] += one.end_ns - one.begin_ns
+        whole_ns[one.validate] += one.end_ns - one.begin_ns
+    rows = []
+    for (validate, status), trajectories in counts.items():
+        ns = took_ns[validate, status]
+        row = StatusRow(
+            validate=validate,
+            status=status,
+            trajectories=trajectories,
+            seconds=ns / 1e9,
+            share=ns / (whole_ns[validate] or 1),
         )
-    whole = {
-        kind: sum(of["seconds"] for key, of in counts.items() if key[0] is kind)
-        for kind in (False, True)
-    }
-    rows = [
-        StatusRow(validate=kind, status=status, share=of["seconds"] / (whole[kind] or 1.0), **of)
-        for (kind, status), of in counts.items()
-    ]
+        rows.append(row)
     return sorted(rows, key=lambda row: (row.validate, -row.seconds))
 
 
@@ -323,19 +316,22 @@ def _versions(
         served: The request of each span, by the span's number.
         trained: Policy version that the step trains, if known.
     """
-    segments, tokens = Counter[int](), Counter[int]()
+    segments = Counter[int]()
+    tokens = Counter[int]()
     of_requests = defaultdict[int, set[int]](set)
     for span, request in served.items():
-        owner, version = int(records.spans.trajectory[span]), request.policy_version
+        owner = int(records.spans.trajectory[span])
+        version = request.policy_version
         if version is not None and owner >= 0 and not records.trajectories[owner].validate:
             of_requests[owner].add(version)
             segments[version] += 1
             tokens[version] += request.response_tokens
-    oldest, newest = Counter[int](), Counter[int]()
+    oldest = Counter[int]()
+    newest = Counter[int]()
     partial = 0
     for number, one in enumerate(records.trajectories):
-        said = [one.number("min_version"), one.number("max_version")]
-        versions = {version for version in said if version is not None} or of_requests[number]
+        logged = (one.number("min_version"), one.number("max_version"))
+        versions = {version for version in logged if version is not None} or of_requests[number]
         if versions and not one.validate:
             oldest[min(versions)] += 1
             newest[max(versions)] += 1
@@ -372,9 +368,8 @@ def _last_trajectories(
         return None
     order = np.argsort(end, kind="stable")
     ends, first = end[order], int(begin.min())
-    done = np.concatenate(([first], ends[:-1]))[
-        ::-1
-    ]  # time at which all but the last 1, 2, ... had ended
+    # time at which all but the last 1, 2, ... had ended
+    done = np.concatenate(([first], ends[:-1]))[::-1]
     sizes = np.arange(1, len(ends) + 1)
     wall = max(int(ends[-1]) - first, 1)
     gain = (ends[-1] - done) / wall - sizes / len(ends)

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from html import escape
 from importlib import resources
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import msgspec
 
-from verl_profiling.numbers.columns import GanttSpan, WorkerRow
+from verl_profiling.numbers.columns import GanttSpan, PartRow, PathRow, WorkerRow
 from verl_profiling.numbers.lost import cause_name
 from verl_profiling.report.findings import calm
 from verl_profiling.report.model import Finding, Report
@@ -29,6 +29,7 @@ from verl_profiling.report.sentences import (
 from verl_profiling.report.tables import (
     TABLES,
     Cell,
+    Table,
     cause_key,
     cells,
     named,
@@ -50,34 +51,22 @@ def picture(report: Report) -> dict[str, Any]:
     """Return the data of the picture: lanes by role with stages and load over time,
     and running requests.
     """
-    path = (
-        [row for row in report.critical_path if row.share >= _LEAST_SHARE]
-        if report.captured
-        else []
-    )
-    parts = [
-        GanttSpan(
-            lane=row.worker,
-            name=row.stage.split(" / ")[0],
-            begin_us=row.begin_us,
-            end_us=row.begin_us + row.duration_us,
-            depth=0,
-        )
-        for row in path
-    ]
+    path = []
+    if report.captured:
+        path = [row for row in report.critical_path if row.share >= _LEAST_SHARE]
+    parts = [_part(row) for row in path]
     stages = list(dict.fromkeys(span.name for span in (*report.gantt, *parts)))
-    found = [finding for finding in report.findings if finding.rule in _REASONS]
-    reasons = {lane: _REASONS[finding.rule] for finding in found for lane in finding.lanes}
-    lanes = [_lane(owner, row, spans, stages, reasons) for owner, row, spans in _rows(report)]
     groups: dict[str, list[dict[str, Any]]] = {}
     if path:
-        groups[_PATH] = [_lane(_PATH, None, parts, stages, {})]
+        groups[_PATH] = [_lane(_PATH, None, parts, stages)]
         for span, row in zip(groups[_PATH][0]["spans"], path, strict=True):
             span["said"] = f"{row.who}: {row.kind}"
-    for lane in lanes:
-        lane["critical"] = [
-            _times(one) for one in parts if one.lane in (lane["name"], lane["worker"])
-        ]
+    reasons = _reasons(report)
+    for owner, worker, spans in _rows(report):
+        lane = _lane(owner, worker, spans, stages)
+        name = lane["name"]
+        lane["stands_out"] = reasons.get(owner) or reasons.get(name, "")
+        lane["critical"] = [_times(part) for part in parts if part.lane in (name, owner)]
         groups.setdefault(lane["role"], []).append(lane)
     return {
         "span_us": max(report.span_us, 1.0),
@@ -87,6 +76,26 @@ def picture(report: Report) -> dict[str, Any]:
         "device": report.on_devices,
         "timeline_begin_ns": report.timeline_begin_ns,
     }
+
+
+def _part(row: PathRow) -> GanttSpan:
+    """Return a part of the critical path, named by its outermost stage."""
+    return GanttSpan(
+        lane=row.worker,
+        name=row.stage.split(" / ")[0],
+        begin_us=row.begin_us,
+        end_us=row.begin_us + row.duration_us,
+        depth=0,
+    )
+
+
+def _reasons(report: Report) -> dict[str, str]:
+    """Return why lanes stand out, by lane."""
+    reasons: dict[str, str] = {}
+    for finding in report.findings:
+        if reason := _REASONS.get(finding.rule):
+            reasons |= dict.fromkeys(finding.lanes, reason)
+    return reasons
 
 
 def _rows(report: Report) -> Iterable[tuple[str, WorkerRow | None, list[GanttSpan]]]:
@@ -105,35 +114,29 @@ def _rows(report: Report) -> Iterable[tuple[str, WorkerRow | None, list[GanttSpa
 
 
 def _lane(
-    owner: str,
-    row: WorkerRow | None,
-    spans: list[GanttSpan],
-    stages: Sequence[str],
-    reasons: dict[str, str],
+    owner: str, row: WorkerRow | None, spans: list[GanttSpan], stages: Sequence[str]
 ) -> dict[str, Any]:
-    name = row.name if row else owner
     match = _ROLE.fullmatch(owner)
-    return {
-        "name": name,
+    lane: dict[str, Any] = {
+        "name": owner,
         "worker": owner,
-        "role": row.role if row else match[1] if match else owner,
-        "load": row.load if row else [],
-        "communication": row.communication_load if row and any(row.communication_load) else [],
-        "waiting": row.waiting_load if row and any(row.waiting_load) else [],
-        "stands_out": reasons.get(owner) or reasons.get(name, ""),
-        "spans": [
-            {
-                **_times(span),
-                "stage": stages.index(span.name),
-                "row": span.row,
-                "nested": span.depth > 0,
-            }
-            for span in spans
-        ],
+        "role": match[1] if match else owner,
+        **dict.fromkeys(_CURVES, ()),
+        "stands_out": "",
+        "critical": (),
+        "spans": [],
     }
+    if row is not None:
+        curves = (row.load, row.communication_load, row.waiting_load)
+        lane |= {"name": row.name, "role": row.role, "load": row.load}
+        lane |= {name: curve for name, curve in zip(_CURVES, curves, strict=True) if any(curve)}
+    for span in spans:
+        shown = {"stage": stages.index(span.name), "row": span.row, "nested": span.depth > 0}
+        lane["spans"].append(_times(span) | shown)
+    return lane
 
 
-def _times(span: GanttSpan) -> dict[str, float]:
+def _times(span: GanttSpan) -> dict[str, Any]:
     return {"begin": round(span.begin_us, 1), "end": round(span.end_us, 1)}
 
 
@@ -141,30 +144,33 @@ def _group(role: str, lanes: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the lanes of a role, and the begin and end of each run of a stage on the lanes."""
     runs: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for lane in lanes:
-        seen = Counter[int]()
+        count = Counter[int]()
         for span in lane["spans"]:
             stage = span["stage"]
-            runs.setdefault((stage, seen[stage]), []).append(span)
-            seen[stage] += 1
+            runs.setdefault((stage, count[stage]), []).append(span)
+            count[stage] += 1
     loaded = [lane for lane in lanes if lane["load"]]
     return {
         "role": role,
         "lanes": lanes,
-        "critical": [span for lane in lanes for span in lane.get("critical", ())],
+        "critical": list(chain.from_iterable(lane["critical"] for lane in lanes)),
         **{curve: _mean([lane[curve] for lane in loaded]) for curve in _CURVES},
-        "envelope": [
-            {
-                "stage": stage,
-                "begin": min(span["begin"] for span in spans),
-                "all_in": max(span["begin"] for span in spans),
-                "first_out": min(span["end"] for span in spans),
-                "end": max(span["end"] for span in spans),
-                "nested": all(span["nested"] for span in spans),
-                "row": min(span["row"] for span in spans),
-                "lanes": len(spans),
-            }
-            for (stage, _), spans in runs.items()
-        ],
+        "envelope": [_envelope(stage, spans) for (stage, _), spans in runs.items()],
+    }
+
+
+def _envelope(stage: int, spans: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the first and last begin and end of a run of a stage on several lanes."""
+    begins, ends = [span["begin"] for span in spans], [span["end"] for span in spans]
+    return {
+        "stage": stage,
+        "begin": min(begins),
+        "all_in": max(begins),
+        "first_out": min(ends),
+        "end": max(ends),
+        "nested": all(span["nested"] for span in spans),
+        "row": min(span["row"] for span in spans),
+        "lanes": len(spans),
     }
 
 
@@ -352,25 +358,7 @@ def _sections(report: Report) -> Iterator[str]:
     yield summary(report)
     before = {"stages": _picture(report), "rollout_time": _rollout(report)}
     for name, spec in TABLES.items():
-        yield before.get(name, "")
-        found = spec.rows_shown(report)
-        headings, lines = cells(found[: spec.most])
-        keys = [spec.key(row) for row in found[: spec.most]] if spec.key else []
-        bar = ""
-        if name == "lost":
-            total = sum(row.seconds for row in report.lost)
-            parts = (
-                (f"k-{row.cause}", row.seconds / (total or 1.0), cause_name(row.cause))
-                for row in report.lost
-            )
-            bar = stacked(parts)
-        more = f"{len(found) - spec.most:,} more are in report.json and in the CSV."
-        note = " ".join(
-            filter(None, (spec.note_on(report), more if len(found) > spec.most else ""))
-        )
-        yield section(
-            spec.title, bar * bool(lines) + table(spec.title, headings, lines, keys), note
-        )
+        yield before.get(name, "") + _table(report, spec)
     rows = [(named(name), Cell(value, f"{value:,.6g}")) for name, value in report.metrics.items()]
     reported = table("metrics", ("metric", "value"), rows)
     yield section("Reported by the loop", reported, "What the training loop logged for the step.")
@@ -380,6 +368,23 @@ def _sections(report: Report) -> Iterator[str]:
         *(f"note: {note}" for note in report.notes),
     ]
     yield section("About this step", f"<ul>{_listed(about, 'li')}</ul>")
+
+
+def _table(report: Report, spec: Table) -> str:
+    """Return the section of a table; above the lost time is a bar."""
+    shown = spec.rows_shown(report)
+    rows = shown[: spec.most]
+    headings, lines = cells(rows)
+    keys = list(map(spec.key, rows)) if spec.key else []
+    content = table(spec.title, headings, lines, keys)
+    if content and spec.name == "lost":
+        total = sum(row.seconds for row in report.lost) or 1.0
+        bar = stacked(
+            (f"k-{row.cause}", row.seconds / total, cause_name(row.cause)) for row in report.lost
+        )
+        content = bar + content
+    where = " are in report.json and in the CSV"
+    return section(spec.title, content, spec.note_on(report, len(shown) - spec.most, where))
 
 
 def _listed(lines: Iterable[str], tag: str) -> str:
@@ -405,18 +410,15 @@ def _rollout(report: Report) -> str:
     rollout = report.rollout
     if rollout is None:
         return ""
-    last = rollout.last
-    bars = (
-        ("All trajectories", [row for row in rollout.causes if not row.validate]),
-        (
-            f"The last {last.trajectories:,} of {last.of:,}" if last else "",
-            last.parts if last else [],
-        ),
-        ("Validation", [row for row in rollout.causes if row.validate]),
-        ("The rollout on the wall clock", rollout.time),
-    )
+    bars: dict[str, Sequence[PartRow]] = {
+        "All trajectories": [row for row in rollout.causes if not row.validate]
+    }
+    if last := rollout.last:
+        bars[f"The last {last.trajectories:,} of {last.of:,}"] = last.parts
+    bars["Validation"] = [row for row in rollout.causes if row.validate]
+    bars["The rollout on the wall clock"] = rollout.time
     content = f"<ul>{_listed(rollout_sentences(rollout), 'li')}</ul>"
-    for title, parts in bars:
+    for title, parts in bars.items():
         if parts:
             whole = duration(sum(part.seconds for part in parts))
             most = ", ".join(f"{part.cause} {part.share:.0%}" for part in parts[:3])

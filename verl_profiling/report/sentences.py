@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from verl_profiling.files.step_summary import ROLLOUT, TRAINING, StepSummary
+from verl_profiling.files.step_summary import ROLLOUT, TRAINING, Idle, StepSummary
 from verl_profiling.numbers.columns import OTHER_RANKS, RequestedCapture, Rollout
 from verl_profiling.numbers.lost import cause_name
 from verl_profiling.report.model import Report
@@ -51,27 +51,29 @@ def figures(report: Report) -> Iterator[Figure]:
     working = report.working_share
     if working is None:
         return
-    causes = report.lost_s
     title = "Accelerators busy" if report.on_devices else f"{report.whose.capitalize()}s busy (CPU)"
     lanes = counted(len(report.workers), "lane")
     if report.shares_devices:
         lanes = f"{counted(len(report.devices), 'device')} ({lanes})"
     yield Figure(title, f"{working:.0%}", f"of {lanes}, {_known_waits(report)}")
-    if lost := sum(causes.values()):
-        rules = [
-            OTHER_RANKS if finding.rule == "straggler" else finding.rule
-            for finding in report.findings
-        ]
-        cause = next(
-            (rule for rule in rules if causes.get(rule)), max(causes, key=lambda name: causes[name])
-        )
-        shares = {row.cause: row.share for row in report.lost}
-        line = (
-            f"{sum(shares.values()):.0%} of the observed time; {shares[cause]:.0%} "
-            f"{cause_name(cause)}"
-        )
-        line += "" if report.findings else ", nothing unusual"
-        yield Figure("Lost", report.lane_seconds(lost), line, f"k-{cause}")
+    rows = {row.cause: row for row in report.lost}
+    if lost := sum(report.lost_s.values()):
+        row = rows[_first_cause(report)]
+        whole = sum(row.share for row in report.lost)
+        line = f"{whole:.0%} of the observed time; {row.share:.0%} {cause_name(row.cause)}"
+        if not report.findings:
+            line += ", nothing unusual"
+        yield Figure("Lost", report.lane_seconds(lost), line, f"k-{row.cause}")
+
+
+def _first_cause(report: Report) -> str:
+    """Return the cause of the first finding on lost time, else the cause of most lost time."""
+    lost_s = report.lost_s
+    for finding in report.findings:
+        cause = OTHER_RANKS if finding.rule == "straggler" else finding.rule
+        if lost_s.get(cause):
+            return cause
+    return max(lost_s, key=lost_s.__getitem__)
 
 
 def _recorded(report: Report) -> str:
@@ -149,45 +151,45 @@ def waits(summary: StepSummary | None) -> Iterator[str]:
     rates = summary.rates
     made = rates.get("samples_per_s", 0.0)
     taken = rates.get("samples_taken_per_s") or made
-    sides = (
-        (
-            "trainer",
-            summary.trainer_idle,
-            ROLLOUT,
-            "generation makes",
-            made,
-            "training could take",
-            taken,
-        ),
-        (
-            "rollout",
-            summary.rollout_idle,
-            TRAINING,
-            "training takes",
-            taken,
-            "generation could make",
-            made,
-        ),
-    )
-    for side, idle, other, does, rate, could, own in sides:
-        if idle is not None and idle.share >= _LEAST_WAIT:
-            sentence = f"{side} waits {idle.share:.0%}, mostly: {idle.cause or 'in no stage'}"
-            if idle.cause == other and rate:
-                sentence = f"{side} waits {idle.share:.0%}: {does} {_number(rate)} samples/s"
-                if idle.share < 1:
-                    sentence += f", {could} {_number(own / (1 - idle.share))}"
-            yield sentence
+    if idle := summary.trainer_idle:
+        sides = "trainer", "generation makes", "training could take"
+        yield from _idle_side(idle, ROLLOUT, made, taken, sides)
+    if idle := summary.rollout_idle:
+        sides = "rollout", "training takes", "generation could make"
+        yield from _idle_side(idle, TRAINING, taken, made, sides)
     if summary.tokens or summary.taken or summary.taken_tokens or summary.counts:
         parts = []
         for flow, names in _FLOWS.items():
-            said = [
+            known = [
                 f"{_number(rates[name])} {what}/s" for name, what in names.items() if name in rates
             ]
-            if said:
-                parts.append(f"{flow} {', '.join(said)}")
-        yield "; ".join(
-            [*parts, *(f"{name} {_number(value)}" for name, value in summary.counts.items())]
-        )
+            if known:
+                parts.append(f"{flow} {', '.join(known)}")
+        parts += [f"{name} {_number(value)}" for name, value in summary.counts.items()]
+        yield "; ".join(parts)
+
+
+def _idle_side(
+    idle: Idle, other: str, rate: float, own_rate: float, words: tuple[str, str, str]
+) -> Iterator[str]:
+    """Yield a sentence on the idle share of training or rollout, if it is not small.
+
+    Args:
+        idle: The idle share and its cause.
+        other: The cause, if the side waits for the other one.
+        rate: Samples per second of the other side.
+        own_rate: Samples per second of this side.
+        words: This side, what the other one does, what this one could do without the wait.
+    """
+    if idle.share < _LEAST_WAIT:
+        return
+    side, does, could = words
+    sentence = f"{side} waits {idle.share:.0%}, mostly: {idle.cause or 'in no stage'}"
+    if idle.cause == other and rate:
+        sentence = f"{side} waits {idle.share:.0%}: {does} {_number(rate)} samples/s"
+        if idle.share < 1:
+            sentence += f", {could} {_number(own_rate / (1 - idle.share))}"
+    yield sentence
 
 
 def _number(value: float) -> str:

@@ -146,9 +146,17 @@ class Table(NamedTuple):
         """Return the rows to show on the terminal and the page."""
         return self.shown(report) if self.shown else self.rows(report)
 
-    def note_on(self, report: Report) -> str:
-        """Return the sentence below the table."""
-        return self.note if isinstance(self.note, str) else self.note(report)
+    def note_on(self, report: Report, left_out: int, where: str) -> str:
+        """Return the sentences below the table.
+
+        Args:
+            report: The report.
+            left_out: Number of rows that are not shown.
+            where: Where these rows are.
+        """
+        note = self.note if isinstance(self.note, str) else self.note(report)
+        more = f"{left_out:,} more{where}." if left_out > 0 else ""
+        return " ".join(filter(None, (note, more)))
 
 
 def cells(rows: Sequence[Any], *, brief: bool = False) -> tuple[list[str], list[list[Cell]]]:
@@ -159,17 +167,18 @@ def cells(rows: Sequence[Any], *, brief: bool = False) -> tuple[list[str], list[
         rows: The rows.
         brief: Whether to leave out the columns for the page only.
     """
-    listed = rows[0].columns.split(", ") if rows else []
-    wanted = [
-        _heading_and_field(column.lstrip("+"))
-        for column in listed
-        if not (brief and column[0] == "+")
-    ]
-    lines = [[cell(field, row) for _, field in wanted] for row in rows]
-    kept = [at for at in range(len(wanted)) if any(line[at].value for line in lines)]
-    if len(kept) < 2:
+    if not rows:
         return [], []
-    return [wanted[at][0] for at in kept], [[line[at] for at in kept] for line in lines]
+    columns = {}
+    for column in rows[0].columns.split(", "):
+        if not (brief and column.startswith("+")):
+            heading, field = _heading_and_field(column.lstrip("+"))
+            shown = [cell(field, row) for row in rows]
+            if any(part.value for part in shown):
+                columns[heading] = shown
+    if len(columns) < 2:
+        return [], []
+    return list(columns), list(map(list, zip(*columns.values(), strict=True)))
 
 
 def _heading_and_field(column: str) -> tuple[str, str]:
@@ -182,7 +191,6 @@ def cell(field: str, row: Any) -> Cell:
     names of nested stages are indented.
     """
     value = getattr(row, field)
-    unit = getattr(row, "unit", "")
     if value is None or isinstance(value, str):
         indent = 2 * getattr(row, "depth", 0) if field in ("name", "cause") else 0
         return Cell(value, " " * indent + (value or ""))
@@ -190,18 +198,23 @@ def cell(field: str, row: Any) -> Cell:
         return Cell(value, "yes" if value else "")
     if isinstance(value, list):
         return Cell(value, ", ".join(value))
-    sign = "+" if field.startswith(("change", "difference")) and value and value > 0 else ""
+    sign = "+" if field.startswith(("change", "difference")) and value > 0 else ""
+    return Cell(value, sign + _number(value, field, getattr(row, "unit", "")))
+
+
+def _number(value: float, field: str, unit: str) -> str:
+    """Return a number in the unit of its field, else of its row."""
     if field.endswith("_us"):
-        return Cell(value, sign + duration(value / 1e6))
+        return duration(value / 1e6)
     if field.endswith("_s") or field == "seconds" or unit == "s":
-        return Cell(value, sign + duration(value))
+        return duration(value)
     if field.endswith("share") or unit == "share":
-        return Cell(value, f"{sign}{value:.1%}")
+        return f"{value:.1%}"
     if unit.endswith("-hours"):
-        return Cell(value, f"{three_digits(value)} {unit}")
+        return f"{three_digits(value)} {unit}"
     if "bytes" in (field, unit):
-        return Cell(value, sign + byte_size(value))
-    return Cell(value, f"{sign}{value:,}" if isinstance(value, int) else f"{sign}{value:,.6g}")
+        return byte_size(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
 
 
 _CURVES = ("load", "communication_load", "waiting_load")
@@ -216,29 +229,33 @@ def fields_of(row: type[msgspec.Struct]) -> dict[str, Any]:
 
     ``lost_us`` of a worker becomes one column for each cause, and its traces one text.
     """
-    found: dict[str, Any] = {"step": int | None}
-    for name, kind in ((field.name, field.type) for field in msgspec.structs.fields(row)):
-        if name == "lost_us":
-            found |= dict.fromkeys(_LOST.values(), float)
-        elif name not in _CURVES:
-            found[name] = str if kind in (list[str], dict[str, float]) else kind
-    return found
+    columns: dict[str, Any] = {"step": int | None}
+    for field in msgspec.structs.fields(row):
+        if field.name == "lost_us":
+            columns |= dict.fromkeys(_LOST.values(), float)
+        elif field.name not in _CURVES:
+            is_text = field.type in (list[str], dict[str, float])
+            columns[field.name] = str if is_text else field.type
+    return columns
 
 
-def flat_rows(step: int | None, found: Iterable[msgspec.Struct]) -> Iterator[dict[str, Any]]:
+def flat_rows(step: int | None, rows: Iterable[msgspec.Struct]) -> Iterator[dict[str, Any]]:
     """Yield rows with the columns of :func:`fields_of`; a list is joined to one text."""
-    for row in found:
-        fields = {name: v for name, v in msgspec.structs.asdict(row).items() if name not in _CURVES}
-        lost: Mapping[str, float] = fields.pop("lost_us", {})
-        for name, value in fields.items():
-            if isinstance(value, dict):
-                value = [f"{part} {seconds:.6g}" for part, seconds in value.items()]
-            fields[name] = "; ".join(value) if isinstance(value, list) else value
-        yield {
-            "step": step,
-            **fields,
-            **{column: lost[cause] for cause, column in _LOST.items() if lost},
-        }
+    for row in rows:
+        flat: dict[str, Any] = {"step": step}
+        for name, value in msgspec.structs.asdict(row).items():
+            if name == "lost_us":
+                flat |= {column: value[cause] for cause, column in _LOST.items() if value}
+            elif name not in _CURVES:
+                flat[name] = _flat(value)
+        yield flat
+
+
+def _flat(value: Any) -> Any:
+    """Return a list or dictionary as one text, and other values as they are."""
+    if isinstance(value, dict):
+        value = [f"{part} {seconds:.6g}" for part, seconds in value.items()]
+    return "; ".join(value) if isinstance(value, list) else value
 
 
 class _Part(msgspec.Struct, frozen=True):

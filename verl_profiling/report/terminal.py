@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -181,18 +182,18 @@ def _first(report: Report) -> list[str]:
 
 def _print_table(report: Report, name: str, console: Console, *, everything: bool) -> None:
     table = TABLES[name]
-    found = table.rows_shown(report)
+    rows = table.rows_shown(report)
     brief = _MOST_ROWS if everything else _FIRST[name]
     if not everything:
-        found = [
-            row
-            for row in found
-            if not (getattr(row, "depth", 0) or getattr(row, "validate", False))
-        ]
-    headings, lines = cells(found[:brief], brief=True)
-    more = f"{len(found) - brief:,} more: --csv, --json." if len(found) > brief else ""
-    note = " ".join(filter(None, (table.note_on(report), more)))
+        rows = [row for row in rows if not _is_detail(row)]
+    headings, lines = cells(rows[:brief], brief=True)
+    note = table.note_on(report, len(rows) - brief, ": --csv, --json")
     print_table(console, table.title, headings, lines, note, one_line=not everything)
+
+
+def _is_detail(row: Any) -> bool:
+    """Return whether a row is a part of another one, or of validation."""
+    return bool(getattr(row, "depth", 0) or getattr(row, "validate", False))
 
 
 def _print_findings(report: Report, console: Console, most: int | None) -> None:
