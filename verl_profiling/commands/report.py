@@ -29,6 +29,7 @@ from verl_profiling.commands.common import (
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.opener import naming, whole_file
 from verl_profiling.files.run_files import known_run
+from verl_profiling.report.diff import print_run
 from verl_profiling.report.files import write_csv, write_tensorboard
 from verl_profiling.report.findings import OWN_COST, USUAL
 from verl_profiling.report.html import render_html
@@ -40,7 +41,6 @@ from verl_profiling.report.terminal import fitting_console, print_report
 from verl_profiling.report.watch_frame import (
     STEP,
     RunView,
-    print_run,
     seconds_of,
     thresholds_of,
     varying_stages,

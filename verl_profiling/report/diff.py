@@ -8,13 +8,16 @@ side has several steps.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from statistics import median
+from math import sqrt
+from statistics import correlation, median
 from types import MappingProxyType
 from typing import ClassVar
 
 import msgspec
+import numpy as np
 from rich.console import Console
 
 from verl_profiling.files.step_summary import StepSummary
@@ -22,9 +25,10 @@ from verl_profiling.numbers.anatomy import CAPTURE_CALLS
 from verl_profiling.numbers.lost import cause_name
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import stage_seconds
+from verl_profiling.report.sentences import sparkline
 from verl_profiling.report.tables import cells, named, without_middle
 from verl_profiling.report.terminal import fitting_console, print_table
-from verl_profiling.report.watch_frame import STEP, middle, seconds_of
+from verl_profiling.report.watch_frame import STEP, seconds_of
 from verl_profiling.steps.causes import joined_causes
 from verl_profiling.steps.records import UNEXPLAINED
 from verl_profiling.units import duration, visible
@@ -33,6 +37,13 @@ _SMALLEST_SHARE = 0.01
 LEAST_S = 0.01
 """Smallest change (s) of :meth:`Diff.slower_than`."""
 _SHOWN = 12  # changes of a kind
+_BARS = 20
+_SHOWN_STAGES = 16
+
+# z of Spearman's correlation with the step; chance exceeds it once in a thousand stages
+_BY_CHANCE = 3.3
+_JUMP_BY_CHANCE = 4.3  # as above, of the largest of all jumps
+_LEAST_DRIFT = 0.01  # of the step
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -316,6 +327,88 @@ def _values(key: _Key, steps: list[dict[_Key, float]]) -> list[float]:
     if not any(key in numbers for numbers in steps):
         return []
     return [numbers.get(key, 0.0) for numbers in steps if key in numbers or key[0] != "worker"]
+
+
+def middle(values: Sequence[float]) -> tuple[float, float]:
+    """Return the range of some values without a tenth of them at each end,
+    at least one of five or more.
+    """
+    ordered, cut = sorted(values), min(-(-len(values) // 10), (len(values) - 1) // 4)
+    return ordered[cut], ordered[-1 - cut]
+
+
+class _RunRow(msgspec.Struct, frozen=True):
+    columns: ClassVar[str] = "name, median_s, from=low_s, to=high_s, change, trend"
+
+    name: str
+    median_s: float
+    low_s: float
+    high_s: float
+    change: str
+    trend: str
+
+
+def print_run(steps: Sequence[Mapping[str, float]], which: str, console: Console) -> None:
+    """Print median, spread and change of the step and the longest stages, for a run of several
+    steps.
+
+    Args:
+        steps: Time of each step, and of its stages, by name (s).
+        which: Kind of the steps.
+        console: Where to print it.
+    """
+    if len(steps) < 2:
+        return
+    series = {
+        name: [step.get(name, 0.0) for step in steps]
+        for name in dict.fromkeys(chain([STEP], *steps))
+    }
+    least_s = _LEAST_DRIFT * median(series[STEP])
+    rows = [
+        _RunRow(
+            name,
+            median(values),
+            *middle(values),
+            _trend(values, least_s),
+            sparkline(values, _BARS),
+        )
+        for name, values in series.items()
+    ]
+    shown = sorted(rows, key=lambda row: (row.name != STEP, -row.median_s))[:_SHOWN_STAGES]
+    note = (
+        "from, to: without a tenth of the steps at each end; change: over the run, if "
+        "beyond chance and 1%"
+    )
+    print_table(console, f"{len(steps):,} {which}", *cells(shown), note)
+
+
+def _trend(values: Sequence[float], least: float) -> str:
+    """Return the jump in a run, or the drift over it; empty if it may be chance, or is small."""
+    ordered, third = sorted(values), len(values) // 3
+    ranks = [bisect_left(ordered, value) + bisect_right(ordered, value) for value in values]
+    if third == 0 or ordered[0] == ordered[-1]:
+        return ""
+    if split := _jumps_at(values):
+        kind, change = "jump", median(values[split:]) - median(values[:split])
+    elif abs(correlation(ranks, range(len(ranks)))) * sqrt(len(ranks) - 1) >= _BY_CHANCE:
+        kind, change = "drift", 1.5 * (median(values[-third:]) - median(values[:third]))
+    else:
+        return ""
+    return f"{kind} {duration(change, signed=True)}" if abs(change) >= least else ""
+
+
+def _jumps_at(values: Sequence[float]) -> int:
+    """Return the index of a jump; 0 if a line fits the values better than two levels,
+    or it may be chance.
+    """
+    near = np.clip(values, *middle(values))  # an outlier is no level
+    near -= near.mean()
+    many = np.arange(1, len(near))
+    of_levels = near.cumsum()[:-1] ** 2 * len(near) / (many * many[::-1])  # explained squared error
+    steps = np.arange(len(near)) - many.mean() + 0.5
+    of_line = (near @ steps) ** 2 / (steps @ steps)
+    split, by_chance = int(of_levels.argmax()), _JUMP_BY_CHANCE**2 / len(many) * (near @ near)
+    return split + 1 if of_levels[split] > max(of_line, by_chance) else 0
 
 
 def print_diff(diff: Diff, console: Console) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -106,12 +107,10 @@ def _noticed(
             captures[report.capture_request.noticed] = named(page_title(report), link)
     rows = []
     for anomaly, why in noticed_in(watched):
-        capture = captures.get(
-            anomaly.noticed, named(f"not captured: {why}" if why else "not captured")
-        )
-        rows.append(
-            [named(f"Step {anomaly.noticed}"), named(anomaly.sign), named(anomaly.reason), capture]
-        )
+        outcome = named(f"not captured: {why}" if why else "not captured")
+        capture = captures.get(anomaly.noticed, outcome)
+        step = named(f"Step {anomaly.noticed}")
+        rows.append([step, named(anomaly.sign), named(anomaly.reason), capture])
     note = "What the watch noticed, whether it was captured or not."
     shown = table("Noticed", ("step", "sign", "reason", "capture"), rows)
     return section("Noticed", shown, note) if rows else ""
@@ -152,14 +151,14 @@ def _tables(steps: Sequence[_Step], reports: Sequence[Report]) -> Iterator[str]:
     rows = []
     for step, report in zip(steps, reports, strict=True):
         busy = report.working_share
-        found = report.findings[0].text if report.findings else ""
+        first = report.findings[0].text if report.findings else ""
         row = {
             "took": timed(step.seconds),
             "busy": Cell(busy, "" if busy is None else f"{busy:.1%}"),
             f"lost {whose}-seconds": timed(sum(report.lost_s.values())),
             "most lost by": named(cause_name(_largest(report.lost_s))),
             "slowest stage": named(_largest(step.stages)),
-            "first finding": named(found, step.link if found else ""),
+            "first finding": named(first, step.link if first else ""),
         }
         rows.append(row)
     yield section("Steps", _by_step("Steps", steps, rows))
@@ -187,52 +186,60 @@ def _trend(
         key: Function that returns the colour class of a stage.
         shown: Function that returns the shown name of a stage.
     """
-    names = list(dict.fromkeys(name for step in steps for name in step.stages))
+    names = list(dict.fromkeys(chain.from_iterable(step.stages for step in steps)))
     totals = [sum(step.stages.values()) for step in steps]
     top = axis_top(totals) or 1.0
     every = -(-len(steps) // _MOST_LABELS)
-    bars, marks = "", dict[str, str]()
-    for index, (step, total) in enumerate(zip(steps, totals, strict=True)):
-        parts = sorted(step.stages.items(), key=lambda part: -part[1])
-        said = [f"{step.title[:1].lower()}{step.title[1:]}: {duration(total)}"]
-        mark = ""
-        if step.captured:
-            mark = "▼"
-            marks[mark] = "captured"
-            said.append(f"captured: {step.captured}")
-        elif total > 1.001 * top:  # sums differ in their last digits
-            mark = "▲"
-            marks[mark] = "beyond the axis"
-        said += [
-            f"{shown(name)} {duration(took)}" for name, took in parts[:_MOST_LINES] if took > 0
-        ]
-        text = ", ".join(said)
-        label = f"<b>{escape(step.title.removeprefix('Step '))}</b>" * (index % every == 0)
-        stacked = "".join(
-            f'<i class="{escape(key(name))}" style="flex:{_FLEX * step.stages[name]:.3g}"></i>'
-            for name in names
-            if step.stages.get(name, 0.0) > _THINNEST * top
-        )
-        tag, link = ("a", f' href="{escape(step.link)}"') if step.link else ("div", "")
-        bars += (
-            f'<{tag} class="step"{link} title="{escape(text)}" '
-            f'style="height:{min(total / top, 1):.2%}">'
-            f"{f'<u>{mark}</u>' * bool(mark)}{stacked}{label}</{tag}>"
-        )
-    legend = "".join(
-        f'<li><i class="{escape(key(n))}"></i><bdi>{escape(shown(n))}</bdi></li>' for n in names
-    )
-    legend += "".join(f"<li>{mark} {meaning}</li>" for mark, meaning in marks.items())
-    axis = f'<span>{duration(top)}</span><span style="bottom:50%">{duration(top / 2)}</span>'
-    drawn = f'<ul class="legend">{legend}</ul><div class="trend">{axis}{bars}</div>'
+    bars = ""
+    marks = dict[str, str]()
     rows = []
-    for step in steps:
+    for index, (step, total) in enumerate(zip(steps, totals, strict=True)):
+        mark = _mark(step, total, top)
+        marks |= mark
+        stacked = ""
+        for name in names:
+            if step.stages.get(name, 0.0) > _THINNEST * top:
+                flex = f"flex:{_FLEX * step.stages[name]:.3g}"
+                stacked += f'<i class="{escape(key(name))}" style="{flex}"></i>'
+        label = "" if index % every else f"<b>{escape(step.title.removeprefix('Step '))}</b>"
+        drawn = "".join(f"<u>{sign}</u>" for sign in mark) + stacked + label
+        style = f'class="step" title="{escape(_bar_title(step, total, shown))}"'
+        style += f' style="height:{min(total / top, 1):.2%}"'
+        if step.link:
+            bars += f'<a {style} href="{escape(step.link)}">{drawn}</a>'
+        else:
+            bars += f"<div {style}>{drawn}</div>"
         row = {"took": timed(step.seconds)}
         row |= {shown(name): timed(step.stages.get(name)) for name in names}
         if step.captured:
             row["captured"] = named(step.captured)
         rows.append(row)
-    return section(title, drawn + _by_step(title, steps, rows), note)
+    legend = ""
+    for name in names:
+        legend += f'<li><i class="{escape(key(name))}"></i><bdi>{escape(shown(name))}</bdi></li>'
+    for sign, meaning in marks.items():
+        legend += f"<li>{sign} {meaning}</li>"
+    axis = f'<span>{duration(top)}</span><span style="bottom:50%">{duration(top / 2)}</span>'
+    trend = f'<ul class="legend">{legend}</ul><div class="trend">{axis}{bars}</div>'
+    return section(title, trend + _by_step(title, steps, rows), note)
+
+
+def _mark(step: _Step, total: float, top: float) -> dict[str, str]:
+    """Return the sign above a bar with its meaning, if it has one."""
+    if step.captured:
+        return {"▼": "captured"}
+    # sums differ in their last digits
+    return {"▲": "beyond the axis"} if total > 1.001 * top else {}
+
+
+def _bar_title(step: _Step, total: float, shown: Callable[[str], str]) -> str:
+    """Return the time of a step, who requested its capture, and its longest stages."""
+    parts = [f"{step.title[:1].lower()}{step.title[1:]}: {duration(total)}"]
+    if step.captured:
+        parts.append(f"captured: {step.captured}")
+    longest = sorted(step.stages.items(), key=lambda stage: -stage[1])[:_MOST_LINES]
+    parts += [f"{shown(name)} {duration(took)}" for name, took in longest if took > 0]
+    return ", ".join(parts)
 
 
 def _by_step(title: str, steps: Sequence[_Step], rows: Sequence[Mapping[str, Cell]]) -> str:
@@ -260,12 +267,12 @@ def _logged(
     for step in steps:
         totals.update(step.exposed_s)
     kept = {name: visible(name) or IN_NO_STAGE for name, _ in totals.most_common(_MOST_STAGES)}
-    found = []
+    logged = []
     for step in steps:
         stages = defaultdict[str, float](float)
         for name, seconds in step.exposed_s.items():
             stages[kept.get(name, "(other stages)")] += seconds
         link = links.get(step.step, "")
         captured = visible(requesters.get(step.captured, "yes" if link else ""))
-        found.append(_Step(f"Step {step.step}", link, step.seconds, stages, captured))
-    return found
+        logged.append(_Step(f"Step {step.step}", link, step.seconds, stages, captured))
+    return logged

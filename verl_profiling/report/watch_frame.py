@@ -4,20 +4,16 @@ a frame of ``top``.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from heapq import nlargest
-from itertools import chain, islice
-from math import sqrt
+from itertools import islice
 from pathlib import Path
-from statistics import correlation, median
+from statistics import median
 from types import MappingProxyType
-from typing import ClassVar
 
 import msgspec
-import numpy as np
-from rich.console import Console, Group
+from rich.console import Group
 from rich.constrain import Constrain
 from rich.table import Table
 from rich.text import Text
@@ -27,8 +23,7 @@ from verl_profiling.files.opener import read_small
 from verl_profiling.files.step_summary import RoleMemory, StepSummary
 from verl_profiling.manifest import MANIFEST_NAME, ManifestState, RunInfo
 from verl_profiling.report.sentences import axis_top, counted, sparkline, waits
-from verl_profiling.report.tables import cells
-from verl_profiling.report.terminal import print_table, table_of
+from verl_profiling.report.terminal import table_of
 from verl_profiling.shifts import MATTERS, Series, noticed_from
 from verl_profiling.steps.inputs import step_folders
 from verl_profiling.units import byte_size, duration, visible
@@ -40,11 +35,6 @@ _MANY_SPANS = 8
 _MANY_VARYING = 3
 _MANY_NOTICED = 3
 _MOST_RATIO = 10
-
-# z of Spearman's correlation with the step; chance exceeds it once in a thousand stages
-_BY_CHANCE = 3.3
-_JUMP_BY_CHANCE = 4.3  # as above, of the largest of all jumps
-_LEAST_DRIFT = 0.01  # of the step
 
 IN_NO_STAGE = "(in no stage)"
 """Name of the time of a step outside all stages."""
@@ -93,88 +83,6 @@ def seconds_of(step: StepSummary) -> dict[str, float]:
     """Return the time of a step, and the exposed time of its stages, by name (s)."""
     stages = {name or IN_NO_STAGE: seconds for name, seconds in step.exposed_s.items()}
     return {**stages, STEP: step.seconds}
-
-
-def middle(values: Sequence[float]) -> tuple[float, float]:
-    """Return the range of some values without a tenth of them at each end,
-    at least one of five or more.
-    """
-    ordered, cut = sorted(values), min(-(-len(values) // 10), (len(values) - 1) // 4)
-    return ordered[cut], ordered[-1 - cut]
-
-
-class _RunRow(msgspec.Struct, frozen=True):
-    columns: ClassVar[str] = "name, median_s, from=low_s, to=high_s, change, trend"
-
-    name: str
-    median_s: float
-    low_s: float
-    high_s: float
-    change: str
-    trend: str
-
-
-def print_run(steps: Sequence[Mapping[str, float]], which: str, console: Console) -> None:
-    """Print median, spread and change of the step and the longest stages, for a run of several
-    steps.
-
-    Args:
-        steps: Time of each step, and of its stages, by name (s).
-        which: Kind of the steps.
-        console: Where to print it.
-    """
-    if len(steps) < 2:
-        return
-    series = {
-        name: [step.get(name, 0.0) for step in steps]
-        for name in dict.fromkeys(chain([STEP], *steps))
-    }
-    least_s = _LEAST_DRIFT * median(series[STEP])
-    rows = [
-        _RunRow(
-            name,
-            median(values),
-            *middle(values),
-            _change(values, least_s),
-            sparkline(values, _TREND),
-        )
-        for name, values in series.items()
-    ]
-    shown = sorted(rows, key=lambda row: (row.name != STEP, -row.median_s))[:_MANY_STAGES]
-    note = (
-        "from, to: without a tenth of the steps at each end; change: over the run, if "
-        "beyond chance and 1%"
-    )
-    print_table(console, f"{len(steps):,} {which}", *cells(shown), note)
-
-
-def _change(values: Sequence[float], least: float) -> str:
-    """Return the jump in a run, or the drift over it; empty if it may be chance, or is small."""
-    ordered, third = sorted(values), len(values) // 3
-    ranks = [bisect_left(ordered, value) + bisect_right(ordered, value) for value in values]
-    if third == 0 or ordered[0] == ordered[-1]:
-        return ""
-    if split := _jumps_at(values):
-        kind, change = "jump", median(values[split:]) - median(values[:split])
-    elif abs(correlation(ranks, range(len(ranks)))) * sqrt(len(ranks) - 1) >= _BY_CHANCE:
-        kind, change = "drift", 1.5 * (median(values[-third:]) - median(values[:third]))
-    else:
-        return ""
-    return f"{kind} {duration(change, signed=True)}" if abs(change) >= least else ""
-
-
-def _jumps_at(values: Sequence[float]) -> int:
-    """Return the index of a jump; 0 if a line fits the values better than two levels,
-    or it may be chance.
-    """
-    near = np.clip(values, *middle(values))  # an outlier is no level
-    near -= near.mean()
-    many = np.arange(1, len(near))
-    of_levels = near.cumsum()[:-1] ** 2 * len(near) / (many * many[::-1])  # explained squared error
-    steps = np.arange(len(near)) - many.mean() + 0.5
-    of_line = (near @ steps) ** 2 / (steps @ steps)
-    split, by_chance = int(of_levels.argmax()), _JUMP_BY_CHANCE**2 / len(many) * (near @ near)
-    return split + 1 if of_levels[split] > max(of_line, by_chance) else 0
 
 
 class _Head(msgspec.Struct, frozen=True):
