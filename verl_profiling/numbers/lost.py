@@ -119,11 +119,11 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
 
 def partition(time: Spans, claims: Mapping[str, Spans]) -> dict[str, Spans]:
     """Divide a time among causes; if several causes claim an instant, the first counts."""
-    found = {}
+    parts = {}
     for cause, claim in claims.items():
-        found[cause] = intersection(time, claim)
+        parts[cause] = intersection(time, claim)
         time = subtract(time, claim)
-    return found
+    return parts
 
 
 def working_spans(lane: Lane, step: Step, *stages: str) -> Spans:
@@ -146,15 +146,15 @@ def sync_parts(step: Step, devices: Iterable[Sequence[Lane]]) -> dict[str, float
     """
     shared = _inside_sync(step.stages)
     shared += _inside_sync([span for worker in step.workers for span in worker.stages])
-    found = Counter[str]()
+    total_ns = Counter[str]()
     for lanes in devices:
         window = union(*(lane.idle["weight_sync"] for lane in lanes))
         own = [part for lane in lanes for part in _inside_sync(lane.stages)]
         for name, spans in own + shared:
-            found[name] += length(intersection(window, spans))
+            total_ns[name] += length(intersection(window, spans))
             window = subtract(window, spans)
-        found[WEIGHT_SYNC] += length(window)
-    return {name: ns / 1e9 for name, ns in found.items() if ns}
+        total_ns[WEIGHT_SYNC] += length(window)
+    return {name: ns / 1e9 for name, ns in total_ns.items() if ns}
 
 
 def _inside_sync(stages: Sequence[StageSpan]) -> list[tuple[str, Spans]]:
@@ -171,11 +171,15 @@ def last_aborted(step: Step) -> Iterator[str]:
     with the request that ended last in it.
     """
     for span in step.stages:
-        begin_us, end_us = ((ns - step.begin_ns) / 1000 for ns in (span.begin_ns, span.end_ns))
-        is_wait = span.name in ("abort", "drain")
-        if ended := [one for one in step.requests if is_wait and begin_us < one.end_us <= end_us]:
-            last = max(ended, key=lambda one: one.end_us)
-            took, after = (duration((us - begin_us) / 1e6) for us in (end_us, last.end_us))
+        if span.name not in ("abort", "drain"):
+            continue
+        begin_us = (span.begin_ns - step.begin_ns) / 1000
+        end_us = (span.end_ns - step.begin_ns) / 1000
+        ended = [request for request in step.requests if begin_us < request.end_us <= end_us]
+        if ended:
+            last = max(ended, key=lambda request: request.end_us)
+            took = duration((end_us - begin_us) / 1e6)
+            after = duration((last.end_us - begin_us) / 1e6)
             yield (
                 f"{span.name} took {took}: its last request, {last.id} of {last.worker}, "
                 f"took {after}"

@@ -38,6 +38,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from verl_profiling.files.recording_names import UNKNOWN_TOKENS, Iteration
 from verl_profiling.numbers.anatomy import percent
 from verl_profiling.numbers.columns import (
@@ -164,15 +166,15 @@ def worker_row(lane: Lane, step: Step, directory: Path) -> WorkerRow:
 
 def device_row(lanes: Sequence[Lane], lost: Mapping[str, Spans]) -> DeviceRow:
     """Return the row of a device, from its lanes and its idle time by cause."""
-    known = [lane.device for lane in lanes if lane.device is not None]
-    uuid = next((device.uuid for device in known if device.uuid), "")
+    devices = [lane.device for lane in lanes if lane.device is not None]
+    uuid = next((device.uuid for device in devices if device.uuid), "")
     return DeviceRow(
         **_used(lanes, lost),
         lanes=[lane.name for lane in lanes],
         roles=list(dict.fromkeys(lane.source.role for lane in lanes)),
-        kind=known[0].kind if known else "",
+        kind=devices[0].kind if devices else "",
         uuid=uuid,
-        place=next((device.place for device in known if device.place), uuid),
+        place=next((device.place for device in devices if device.place), uuid),
     )
 
 
@@ -183,12 +185,15 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
     The begin or the end of the engine's work is unknown if its recording misses it.
     """
     iterations = lane.iterations[~holding(step.during(VALIDATE), lane.iterations[:, 0])]
-    iterations = iterations[
-        iterations[:, 2:].any(axis=1)
-    ]  # vLLM runs one of nothing after its last request
-    took, prefill = iterations[:, 1] - iterations[:, 0], iterations[:, 2] != 0
-    scheduled = Iteration(*(_sum_if_known(column) for column in iterations[:, 2:].T.tolist()))
-    rollout, work = step.during(ROLLOUT), working_spans(lane, step, ROLLOUT)
+    # vLLM runs one of nothing after its last request
+    iterations = iterations[iterations[:, 2:].any(axis=1)]
+    took = iterations[:, 1] - iterations[:, 0]
+    prefill = iterations[:, 2] != 0
+    counts = iterations[:, 2:]
+    is_unknown = (counts == UNKNOWN_TOKENS).any(axis=0)
+    scheduled = Iteration(*np.where(is_unknown, UNKNOWN_TOKENS, counts.sum(axis=0)).tolist())
+    rollout = step.during(ROLLOUT)
+    work = working_spans(lane, step, ROLLOUT)
     queueing_us = finish_us = None
     if len(rollout) and len(work):
         begin_ns, first_ns, last_ns = int(rollout[0, 0]), int(work[0, 0]), int(work[-1, 1])
@@ -212,28 +217,25 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
     )
 
 
-def _sum_if_known(counts: list[int]) -> int:
-    return UNKNOWN_TOKENS if UNKNOWN_TOKENS in counts else sum(counts)
-
-
 def _tokens(lane: Lane, step: Step, scheduled: Iteration) -> Iteration:
     """Return the tokens of an engine: those of its requests, if they explain all of its iterations.
 
     Iterations alone do not tell what SGLang computes again, nor which drafts were accepted.
     """
     worker = step.worker_of(lane.source)
-    requests = [
-        row for row in step.requests if row.replica == lane.source.replica and not row.validate
-    ]
-    if worker is None or worker.pending_since_ns or not requests:
+    if worker is None or worker.pending_since_ns:
         return scheduled
-    if any(row.cached_tokens is None or row.begin_us < 0 for row in requests):
+    prompt = new = first = 0
+    for row in step.requests:
+        if row.replica != lane.source.replica or row.validate:
+            continue
+        if row.cached_tokens is None or row.begin_us < 0:
+            return scheduled
+        prompt += row.prompt_tokens - row.cached_tokens
+        new += row.response_tokens
+        first += row.response_tokens > 0  # a first token comes from its prompt's iteration
+    if not prompt + new:
         return scheduled
-    prompt = sum(row.prompt_tokens - (row.cached_tokens or 0) for row in requests)
-    new = sum(row.response_tokens for row in requests)
-    first = sum(
-        row.response_tokens > 0 for row in requests
-    )  # a first token comes from its prompt's iteration
     if UNKNOWN_TOKENS in scheduled:
         return Iteration(prompt, new, UNKNOWN_TOKENS)
     again = sum(scheduled) - (prompt + new - first)
@@ -255,22 +257,26 @@ def rollout_tail(step: Step) -> Tail | None:
     if not len(rollout) or not ends:
         return None
     ends += [(replica, int(rollout[-1, 1])) for replica in step.pending]
-    since_begin = [(replica, (end_ns - int(rollout[0, 0])) / 1000) for replica, end_ns in ends]
-    finishes = dict(sorted(since_begin, key=lambda end: end[1]))  # the last end of each replica
-    middle, last = median(finishes.values()), max(finishes.values())
+    finishes: dict[int, float] = {}
+    for replica, end_ns in ends:
+        end_us = (end_ns - int(rollout[0, 0])) / 1000
+        finishes[replica] = max(end_us, finishes.get(replica, end_us))
+    middle_us = median(finishes.values())
+    last_us = max(finishes.values())
+    last_tokens = 0
+    if requests:
+        last_tokens = max((row.end_us, row.response_tokens) for row in requests)[1]
     return Tail(
         replicas=len(finishes),
-        median_finish_us=middle,
-        last_finish_us=last,
-        last_replica=max(finishes, key=lambda replica: finishes[replica]),
-        ratio=last / middle if middle > 0 else 1.0,
-        tail_share=max(last - middle, 0.0) * 1000 / max(step.span_ns, 1),
+        median_finish_us=middle_us,
+        last_finish_us=last_us,
+        last_replica=max(sorted(finishes), key=finishes.__getitem__),
+        ratio=last_us / middle_us if middle_us > 0 else 1.0,
+        tail_share=max(last_us - middle_us, 0.0) * 1000 / max(step.span_ns, 1),
         requests=len(requests),
         latency_s=_percentiles([row.latency_us / 1e6 for row in requests]),
         response_tokens=_percentiles([float(row.response_tokens) for row in requests]),
-        last_tokens=max((row.end_us, row.response_tokens) for row in requests)[1]
-        if requests
-        else 0,
+        last_tokens=last_tokens,
     )
 
 
@@ -278,18 +284,21 @@ def _iteration_ends(step: Step) -> list[tuple[int, int]]:
     """Return the replica and the last end (ns) of each engine in the rollout;
     nothing if one is unknown.
     """
-    ends = []
-    for lane in (lane for lane in step.lanes if lane.is_engine):
+    ends: list[tuple[int, int]] = []
+    for lane in step.lanes:
+        if not lane.is_engine:
+            continue
         if _misses_end(lane, step):
             return []
-        worked = working_spans(lane, step, ROLLOUT).tolist()
-        ends += [(lane.source.replica or 0, end_ns) for _, end_ns in worked]
+        for end_ns in working_spans(lane, step, ROLLOUT)[:, 1].tolist():
+            ends.append((lane.source.replica or 0, end_ns))
     return ends
 
 
 def _misses_end(lane: Lane, step: Step) -> bool:
     """Return whether an engine may have worked in the rollout after the end of its recording."""
-    rollout, work = step.during(ROLLOUT), working_spans(lane, step, ROLLOUT)
+    rollout = step.during(ROLLOUT)
+    work = working_spans(lane, step, ROLLOUT)
     last_ns = int(work[-1, 1]) if len(work) else step.begin_ns
     return misses(lane.observed, within(rollout, last_ns, step.end_ns), rollout)
 
@@ -320,18 +329,6 @@ def kernels(step: Step) -> list[KernelRow]:
     ]
 
 
-def _tokens_of(step: Step, engines: Sequence[EngineRow]) -> float:
-    """Return the tokens of all iterations; 0 if any number, or a part of the rollout,
-    is unknown.
-    """
-    rollout = step.during(ROLLOUT)
-    if any(misses(lane.observed, rollout, rollout) for lane in step.lanes if lane.is_engine):
-        return 0.0
-    first_ranks = {row.replica: row for row in reversed(engines)}.values()
-    tokens = [count for row in first_ranks for count in (row.prefill_tokens, row.decode_tokens)]
-    return float(sum(count or 0 for count in tokens)) * (None not in tokens)
-
-
 def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput | None:
     """Return the throughput, from the loop's metrics, else from requests, else from engine
     iterations.
@@ -341,17 +338,7 @@ def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput
         engines: The rows of the step's engines.
         devices: Number of devices.
     """
-    metrics = step.manifest.metrics if step.manifest else {}
-    requests = [row for row in step.requests if not row.validate]
-    counted = (
-        *((metrics[name], f"metric {name}") for name in _TOKEN_METRICS if name in metrics),
-        (
-            float(sum(r.prompt_tokens + r.response_tokens for r in requests)),
-            "requests, each with its prompt",
-        ),
-        (_tokens_of(step, engines), "engine iterations"),
-    )
-    tokens, source = next(((count, source) for count, source in counted if count), (0.0, ""))
+    tokens, source = _counted_tokens(step, engines)
     seconds = step.span_ns / 1e9
     if not tokens or not seconds:
         return None
@@ -362,6 +349,37 @@ def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput
         tokens_per_s=rate,
         tokens_per_s_per_device=rate / max(devices, 1),
     )
+
+
+def _counted_tokens(step: Step, engines: Sequence[EngineRow]) -> tuple[float, str]:
+    """Return the number of tokens, 0 if unknown, and its source."""
+    metrics = step.manifest.metrics if step.manifest else {}
+    for name in _TOKEN_METRICS:
+        if metrics.get(name):
+            return metrics[name], f"metric {name}"
+    tokens = 0
+    for row in step.requests:
+        if not row.validate:
+            tokens += row.prompt_tokens + row.response_tokens
+    if tokens:
+        return float(tokens), "requests, each with its prompt"
+    return _tokens_of(step, engines), "engine iterations"
+
+
+def _tokens_of(step: Step, engines: Sequence[EngineRow]) -> float:
+    """Return the tokens of all iterations; 0 if any number, or a part of the rollout,
+    is unknown.
+    """
+    rollout = step.during(ROLLOUT)
+    if any(misses(lane.observed, rollout, rollout) for lane in step.lanes if lane.is_engine):
+        return 0.0
+    tokens = 0
+    first_ranks = {row.replica: row for row in reversed(engines)}
+    for row in first_ranks.values():
+        if row.prefill_tokens is None or row.decode_tokens is None:
+            return 0.0
+        tokens += row.prefill_tokens + row.decode_tokens
+    return float(tokens)
 
 
 def shared_devices(step: Step) -> list[list[Lane]]:
@@ -386,7 +404,6 @@ def lost_of_device(lanes: Sequence[Lane]) -> Mapping[str, Spans]:
         return lanes[0].idle
     busy = union(*(intersection(lane.busy, lane.observed) for lane in lanes))
     idle = subtract(_observed(lanes), busy)
-    found = partition(
-        idle, {cause: union(*(lane.idle[cause] for lane in lanes)) for cause in _TURNS}
-    )
-    return {cause: found[cause] for cause in CAUSES}
+    claims = {cause: union(*(lane.idle[cause] for lane in lanes)) for cause in _TURNS}
+    parts = partition(idle, claims)
+    return {cause: parts[cause] for cause in CAUSES}

@@ -131,16 +131,15 @@ class Table(NamedTuple):
     @property
     def row(self) -> type[msgspec.Struct]:
         """Class of the rows."""
-        found = get_type_hints(Rollout if self.field else Report)[self.field or self.name]
-        kind: type[msgspec.Struct] = get_args(found)[0]
+        hints = get_type_hints(Rollout if self.field else Report)
+        kind: type[msgspec.Struct] = get_args(hints[self.field or self.name])[0]
         return kind
 
     def rows(self, report: Report) -> Sequence[Any]:
         """Return the rows of the data (as in the JSON)."""
-        found: Sequence[Any] = getattr(
-            report.rollout if self.field else report, self.field or self.name, ()
-        )
-        return found
+        part = report.rollout if self.field else report
+        rows: Sequence[Any] = getattr(part, self.field or self.name, ())
+        return rows
 
     def rows_shown(self, report: Report) -> Sequence[Any]:
         """Return the rows to show on the terminal and the page."""
@@ -271,31 +270,34 @@ class _Part(msgspec.Struct, frozen=True):
 
 
 def _lost(report: Report) -> list[_Part]:
-    found = []
+    rows = []
     for row in report.lost:
-        found.append(_Part(cause_name(row.cause), row.seconds, row.share, f"k-{row.cause}"))
+        rows.append(_Part(cause_name(row.cause), row.seconds, row.share, f"k-{row.cause}"))
         for name, seconds in sorted(row.parts.items(), key=lambda part: -part[1]):
             share = row.share * seconds / (row.seconds or 1.0)
             if share >= _LEAST_PART:
-                found.append(_Part(name, seconds, share, cause_key(name), depth=1))
-    return found
+                rows.append(_Part(name, seconds, share, cause_key(name), depth=1))
+    return rows
 
 
 def _causes(report: Report) -> list[CauseRow]:
     """Return the rows of trajectories' time by cause;
     ``loop lag`` is named with its largest blocker.
     """
-    causes, blocks = (report.rollout.causes, report.rollout.blocks) if report.rollout else ([], [])
+    if report.rollout is None:
+        return []
     still_s: defaultdict[str, float] = defaultdict(float)
-    for block in blocks:
+    for block in report.rollout.blocks:
         still_s[block.what] += block.stood_still_s
     blocker = max(still_s, key=still_s.__getitem__, default=UNKNOWN)
-    if blocker == UNKNOWN or 2 * still_s[blocker] <= sum(still_s.values()):
-        return causes
-    lag = f"{LOOP_LAG}: {blocker}"
-    return [
-        msgspec.structs.replace(row, cause=lag) if row.cause == LOOP_LAG else row for row in causes
-    ]
+    lag = LOOP_LAG
+    if blocker != UNKNOWN and 2 * still_s[blocker] > sum(still_s.values()):
+        lag = f"{LOOP_LAG}: {blocker}"
+    rows = []
+    for row in report.rollout.causes:
+        cause = lag if row.cause == LOOP_LAG else row.cause
+        rows.append(msgspec.structs.replace(row, cause=cause))
+    return rows
 
 
 def _helps(report: Report) -> list[HelpRow]:
@@ -303,17 +305,20 @@ def _helps(report: Report) -> list[HelpRow]:
 
     Left out are stages in which another change brings a large part of that.
     """
-    others = [row for row in report.what_would_help if not row.option.startswith("--scale")]
-    scaled = [
-        one
-        for one in report.what_would_help
-        if one not in others
-        and all(
-            row.stage != one.stage or row.difference_us > _LARGE_PART * one.difference_us
-            for row in others
-        )
-    ]
-    return [row for row in report.what_would_help if row in others or row in scaled[:1]]
+    largest_us: dict[str, float] = {}
+    for row in report.what_would_help:
+        if not _scales(row):
+            largest_us[row.stage] = min(row.difference_us, largest_us.get(row.stage, 0.0))
+    rows: list[HelpRow] = []
+    for row in report.what_would_help:
+        is_covered = largest_us.get(row.stage, 0.0) <= _LARGE_PART * row.difference_us
+        if not _scales(row) or not (is_covered or any(map(_scales, rows))):
+            rows.append(row)
+    return rows
+
+
+def _scales(row: HelpRow) -> bool:
+    return row.option.startswith("--scale")
 
 
 def summed(path: Iterable[PathRow]) -> list[PathRow]:
