@@ -92,6 +92,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the change exceeds the noise; also ``True`` if the noise is unknown."""
         return abs(self.change_s) > (self.noise_s or 0.0)
 
+    def is_slower_by(self, share: float) -> bool:
+        """Return whether the time grew by more than a share, a time and the noise."""
+        is_large = self.change_share is None or self.change_share > share
+        return is_large and self.stands_out and self.change_s > LEAST_S
+
 
 _TITLES = {
     "step": "Step",
@@ -131,27 +136,32 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         step = next((change for change in self.changes if change.kind == "step"), None)
         if not parts or step is None or not step.before_s:
             return ""
-        said = f"step {duration(step.change_s, signed=True)} ({step.change_share:+.1%})"
+        total = f"step {duration(step.change_s, signed=True)} ({step.change_share:+.1%})"
         if not step.stands_out:
-            return f"{said}: within the noise"
-        large = [one for one in parts[:-1] if one.stands_out]
-        small_s = sum(one.change_s for one in parts[:-1] if not one.stands_out)
-        named = [*((one.name, one.change_s) for one in large), ("parts within the noise", small_s)]
-        shares = [f"{name} {seconds / step.before_s:+.1%}" for name, seconds in named if seconds]
-        return f"{said}: {', '.join([*shares, f'{UNEXPLAINED} {parts[-1].change_share:+.1%}'])}"
+            return f"{total}: within the noise"
+        *causes, unexplained = parts
+        shares = []
+        small_s = 0.0
+        for part in causes:
+            if not part.stands_out:
+                small_s += part.change_s
+            elif part.change_s:
+                shares.append(f"{part.name} {part.change_s / step.before_s:+.1%}")
+        if small_s:
+            shares.append(f"parts within the noise {small_s / step.before_s:+.1%}")
+        shares.append(f"{UNEXPLAINED} {unexplained.change_share:+.1%}")
+        return f"{total}: {', '.join(shares)}"
 
     @property
     def basis(self) -> str:
         """The number of compared steps on each side, and whether the noise is known, as text."""
+        before, after = self.logged
         if not (self.before and self.after):
             return (
-                "medians of the watch's {:,} steps before and {:,} after, without captures".format(
-                    *self.logged
-                )
+                f"medians of the watch's {before:,} steps before and {after:,} after, "
+                "without captures"
             )
-        logged = (
-            f"; the watch has {self.logged[0]:,} and {self.logged[1]:,}" if all(self.logged) else ""
-        )
+        logged = f"; the watch has {before:,} and {after:,}" if before and after else ""
         if self.before > 1 and self.after > 1:
             steps = f"medians of {self.before} steps before and {self.after} after"
             return f"{steps}{logged}; noise is half their range"
@@ -171,19 +181,15 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         """
         has_captures = any(change.kind == "step" for change in self.changes)
         kinds = ("step", "stage") if has_captures else ("watch",)
-        step_s = (
-            next((c.before_s for c in self.changes if c.kind in kinds and c.name == STEP), None)
-            or 0.0
-        )
+        changes = [change for change in self.changes if change.kind in kinds]
+        step = next((change for change in changes if change.name == STEP), None)
+        least_s = _SMALLEST_SHARE * ((step and step.before_s) or 0.0)
         return [
             change
-            for change in self.changes
-            if change.kind in kinds
-            and change.name != CAPTURE_CALLS
-            and change.stands_out
-            and (change.after_s or 0.0) >= _SMALLEST_SHARE * step_s
-            and change.change_s > LEAST_S
-            and (change.change_share is None or change.change_share > share)
+            for change in changes
+            if change.name != CAPTURE_CALLS
+            and (change.after_s or 0.0) >= least_s
+            and change.is_slower_by(share)
         ]
 
 
@@ -203,7 +209,7 @@ def compare(
     """
     changes: list[Change] = []
     if before and after:
-        left, right = ([dict(_numbers_of(report)) for report in side] for side in (before, after))
+        left, right = (list(map(_numbers_of, side)) for side in (before, after))
         _join(left, right)
         changes = _changes(left, right)
         changes += _parts(changes[0], explained, before, after)
@@ -212,7 +218,7 @@ def compare(
         changes += _changes(past, now)
     order = list(_TITLES)
     changes.sort(
-        key=lambda one: (order.index(one.kind), one.name == UNEXPLAINED, -abs(one.change_s))
+        key=lambda row: (order.index(row.kind), row.name == UNEXPLAINED, -abs(row.change_s))
     )
     logs = (len(logged[0]), len(logged[1]))
     return Diff(before=len(before), after=len(after), changes=changes, logged=logs)
@@ -263,28 +269,34 @@ _Key = tuple[str, str]
 
 def _join(*sides: list[dict[_Key, float]]) -> None:
     """Join causes of requests on both sides, if one side has them joined only."""
-    known = [
+    causes = [
         {name for numbers in side for kind, name in numbers if kind == "trajectory"}
         for side in sides
     ]
-    for part, whole in joined_causes(*known).items():
+    for part, whole in joined_causes(*causes).items():
         for numbers in chain(*sides):
             part_s = numbers.pop(("trajectory", part), 0.0)
             numbers["trajectory", whole] = numbers.get(("trajectory", whole), 0.0) + part_s
 
 
-def _numbers_of(report: Report) -> Iterator[tuple[_Key, float]]:
-    yield ("step", STEP), report.span_us / 1e6  # the first one
-    for kind, rows in (("stage", report.stages), ("around", report.around_the_step)):
-        yield from (((kind, row.name), row.duration_us / 1e6) for row in rows)
-    yield from ((("worker", row.name), row.busy_us / 1e6) for row in report.workers)
-    yield from ((("lost", row.cause), row.seconds) for row in report.lost)
-    causes = report.rollout.causes if report.rollout else []
-    yield from ((("trajectory", row.cause), row.seconds) for row in causes if not row.validate)
-    kernels: dict[str, float] = {}
+def _numbers_of(report: Report) -> dict[_Key, float]:
+    numbers = {("step", STEP): report.span_us / 1e6}  # the first one
+    for stage in report.stages:
+        numbers["stage", stage.name] = stage.duration_us / 1e6
+    for around in report.around_the_step:
+        numbers["around", around.name] = around.duration_us / 1e6
+    for worker in report.workers:
+        numbers["worker", worker.name] = worker.busy_us / 1e6
+    for lost in report.lost:
+        numbers["lost", lost.cause] = lost.seconds
+    if report.rollout is not None:
+        for cause in report.rollout.causes:
+            if not cause.validate:
+                numbers["trajectory", cause.cause] = cause.seconds
     for kernel in report.kernels:
-        kernels[kernel.name] = kernels.get(kernel.name, 0.0) + kernel.self_us / 1e6
-    yield from ((("kernel", name), seconds) for name, seconds in kernels.items())
+        key = ("kernel", kernel.name)
+        numbers[key] = numbers.get(key, 0.0) + kernel.self_us / 1e6
+    return numbers
 
 
 def _keyed(kind: str, seconds: Mapping[str, float]) -> dict[_Key, float]:
@@ -297,26 +309,28 @@ def _changes(before: list[dict[_Key, float]], after: list[dict[_Key, float]]) ->
 
 
 def _change(key: _Key, before: list[dict[_Key, float]], after: list[dict[_Key, float]]) -> Change:
-    sides = [_values(key, steps) for steps in (before, after)]
-    a, b = (median(values) if values else None for values in sides)
-    known = (
-        all(len(values) > 1 for values in sides if values) and len(before) > 1 and len(after) > 1
-    )
-    ranges = [
-        middle(values) if key[0] == "watch" else (min(values), max(values))
-        for values in sides
-        if values
-    ]
-    difference = (b or 0.0) - (a or 0.0)
+    sides = _values(key, before), _values(key, after)
+    before_s, after_s = (median(values) if values else None for values in sides)
+    change_s = (after_s or 0.0) - (before_s or 0.0)
+    ranges_s = [_range_s(key, values) for values in sides if values]
+    is_noise_known = len(before) > 1 and len(after) > 1 and None not in ranges_s
     return Change(
         kind=key[0],
         name=key[1],
-        before_s=a,
-        after_s=b,
-        change_s=difference,
-        change_share=difference / a if a else None,
-        noise_s=max((high - low) / 2 for low, high in ranges) if known else None,
+        before_s=before_s,
+        after_s=after_s,
+        change_s=change_s,
+        change_share=change_s / before_s if before_s else None,
+        noise_s=max(filter(None, ranges_s), default=0.0) / 2 if is_noise_known else None,
     )
+
+
+def _range_s(key: _Key, values: Sequence[float]) -> float | None:
+    """Return the range of a number over the steps of a side; ``None`` for a single step."""
+    if len(values) < 2:
+        return None
+    low, high = middle(values) if key[0] == "watch" else (min(values), max(values))
+    return high - low
 
 
 def _values(key: _Key, steps: list[dict[_Key, float]]) -> list[float]:
@@ -421,11 +435,7 @@ def print_diff(diff: Diff, console: Console) -> None:
         headings, lines = cells(rows[:_SHOWN])
         for line in lines:
             line[0] = named(without_middle(line[0].text))
-        more = (
-            f"{len(rows) - _SHOWN:,} more, with smaller changes: --json"
-            if len(rows) > _SHOWN
-            else ""
-        )
-        print_table(
-            console, title, headings, lines, more, [not change.stands_out for change in rows]
-        )
+        more = len(rows) - _SHOWN
+        note = f"{more:,} more, with smaller changes: --json" if more > 0 else ""
+        is_dim = [not change.stands_out for change in rows]
+        print_table(console, title, headings, lines, note, is_dim)

@@ -312,10 +312,11 @@ def _file(name: str) -> str:
 
 def render_html(report: Report) -> str:
     """Return the HTML page of a report."""
-    parts = [f"policy version {report.policy_version}"] if report.policy_version is not None else []
-    parts.append(f"{report.coverage.events:,} events{report.of_capture}")
+    subtitle = f"{report.coverage.events:,} events{report.of_capture}"
+    if report.policy_version is not None:
+        subtitle = f"policy version {report.policy_version} · {subtitle}"
     drawn = picture(report) if report.gantt or report.workers else None
-    return document(page_title(report), " · ".join(parts), "".join(_sections(report)), drawn)
+    return document(page_title(report), subtitle, "".join(_sections(report)), drawn)
 
 
 def page_title(report: Report) -> str:
@@ -344,12 +345,13 @@ def _sentence(finding: Finding, lanes: int) -> str:
     unless all lanes.
     """
     words = re.findall(r"\w+", finding.text)
-    named = (
-        [name for name in finding.lanes if name not in words] if len(finding.lanes) < lanes else []
-    )
-    where = f" <span>Where: {escape(listed(named))}.</span>" if named else ""
-    advice = f" <span>Try: {escape(finding.advice)}.</span>" if finding.advice else ""
-    return f"{escape(finding.text)}{where}{advice}"
+    where = [name for name in finding.lanes if name not in words]
+    sentence = escape(finding.text)
+    if where and len(finding.lanes) < lanes:
+        sentence += f" <span>Where: {escape(listed(where))}.</span>"
+    if finding.advice:
+        sentence += f" <span>Try: {escape(finding.advice)}.</span>"
+    return sentence
 
 
 def _sections(report: Report) -> Iterator[str]:
@@ -362,11 +364,9 @@ def _sections(report: Report) -> Iterator[str]:
     rows = [(named(name), Cell(value, f"{value:,.6g}")) for name, value in report.metrics.items()]
     reported = table("metrics", ("metric", "value"), rows)
     yield section("Reported by the loop", reported, "What the training loop logged for the step.")
-    about = [
-        *sentences(report),
-        *(f"missing: {sentence}" for sentence in report.coverage.missing),
-        *(f"note: {note}" for note in report.notes),
-    ]
+    about = list(sentences(report))
+    about += [f"missing: {sentence}" for sentence in report.coverage.missing]
+    about += [f"note: {note}" for note in report.notes]
     yield section("About this step", f"<ul>{_listed(about, 'li')}</ul>")
 
 

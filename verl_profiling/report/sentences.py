@@ -114,14 +114,14 @@ def sentences(report: Report) -> Iterator[str]:
     read traces.
     """
     if tail := report.tail:
-        done = (
-            f"{counted(tail.replicas, 'replica')} was done after "
-            f"{duration(tail.last_finish_us / 1e6)}"
-        )
-        late = (
-            f", {tail.ratio:.2f} times the median; {tail.tail_share:.1%} of the step lies between"
-        )
-        yield f"rollout: the last of {done}{late}" if tail.replicas > 1 else f"rollout: {done}"
+        finish = duration(tail.last_finish_us / 1e6)
+        if tail.replicas == 1:
+            yield f"rollout: 1 replica was done after {finish}"
+        else:
+            yield (
+                f"rollout: the last of {tail.replicas:,} replicas was done after {finish}, "
+                f"{tail.ratio:.2f} times the median; {tail.tail_share:.1%} of the step lies between"
+            )
         if tail.latency_s and tail.response_tokens:
             latency, tokens = tail.latency_s, tail.response_tokens
             yield (

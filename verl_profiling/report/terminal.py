@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from verl_profiling.report.findings import calm
-from verl_profiling.report.model import Report
+from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.sentences import (
     counted,
     figures,
@@ -94,17 +94,23 @@ def print_report(report: Report, console: Console, *, everything: bool = False) 
     for figure in figures(report):
         line = f"{figure.title}: [bold]{figure.value}[/bold], {escape(figure.line)}"
         console.print(_wrapped(line, console))
-    for line in () if everything else waits(report.watched):
+    if everything:
+        _print_findings(report, console, report.findings)
+        for name in TABLES:
+            _print_table(report, name, console, everything=True)
+        console.print()
+        for line in _all_lines(report):
+            console.print(line)
+        return
+    for line in waits(report.watched):
         console.print(_wrapped(escape(line), console))
-    _print_findings(report, console, None if everything else _FINDINGS)
-    for name in TABLES if everything else _first(report):
-        _print_table(report, name, console, everything=everything)
+    _print_findings(report, console, report.findings[:_FINDINGS])
+    for name in _first(report):
+        _print_table(report, name, console, everything=False)
     console.print()
     problems = _problems(report)
-    for line in _all_lines(report) if everything else problems[:_PROBLEMS]:
+    for line in problems[:_PROBLEMS]:
         console.print(line)
-    if everything:
-        return
     left_out = {"finding": len(report.findings) - _FINDINGS, "note": len(problems) - _PROBLEMS}
     if more := [counted(number, f"more {what}") for what, number in left_out.items() if number > 0]:
         console.print(f"[dim]{' and '.join(more)}: --all[/dim]")
@@ -196,11 +202,11 @@ def _is_detail(row: Any) -> bool:
     return bool(getattr(row, "depth", 0) or getattr(row, "validate", False))
 
 
-def _print_findings(report: Report, console: Console, most: int | None) -> None:
+def _print_findings(report: Report, console: Console, findings: Sequence[Finding]) -> None:
     grid = Table.grid(padding=(0, 1))
     if said := calm(report):
         grid.add_row("[green]•[/green]", said)
-    for finding in report.findings[:most]:
+    for finding in findings:
         text = escape(finding.text)
         text += f" [dim]Try: {escape(finding.advice)}.[/dim]" if finding.advice else ""
         grid.add_row("[bold yellow]•[/bold yellow]", _wrapped(text, console, margin=2))
@@ -217,17 +223,16 @@ def _wrapped(markup: str, console: Console, margin: int = 0) -> Text:
 
 def _problems(report: Report) -> list[str]:
     """Return sentences on missing data, and notes."""
-    return [
-        *(f"[red]missing:[/red] {escape(sentence)}" for sentence in report.coverage.missing),
-        *(f"[yellow]note:[/yellow] {escape(note)}" for note in report.notes),
-    ]
+    missing = [f"[red]missing:[/red] {escape(text)}" for text in report.coverage.missing]
+    return missing + [f"[yellow]note:[/yellow] {escape(note)}" for note in report.notes]
 
 
 def _all_lines(report: Report) -> Iterator[str]:
-    yield from map(escape, rollout_sentences(report.rollout) if report.rollout else ())
+    if report.rollout is not None:
+        yield from map(escape, rollout_sentences(report.rollout))
     yield from map(escape, sentences(report))
     if report.metrics:
-        listed = ", ".join(f"{name} {value:g}" for name, value in list(report.metrics.items())[:6])
-        more = ", ... (all: --save, report.html)" if len(report.metrics) > 6 else ""
-        yield escape(f"reported by the loop: {listed}{more}")
+        numbers = [f"{name} {value:g}" for name, value in report.metrics.items()]
+        more = ", ... (all: --save, report.html)" if numbers[6:] else ""
+        yield escape(f"reported by the loop: {', '.join(numbers[:6])}{more}")
     yield from _problems(report)
