@@ -27,7 +27,8 @@ _SET_CLOCK_SHARE = 0.001  # twice the rate at which NTP slews a clock (500 ppm)
 def measures_of(worker: CaptureResult) -> Iterator[MeasureRow]:
     """Yield a worker's metrics, one row each."""
     for key, value in worker.metrics.items():
-        stage, name = "", key
+        stage = ""
+        name = key
         if key.startswith(_STAGE_PREFIX):
             stage, _, name = key.removeprefix(_STAGE_PREFIX).rpartition("/")
         yield MeasureRow(worker=worker.name, stage=stage, name=name, value=value)
@@ -64,17 +65,18 @@ def counter_rows(counts: Counts, begin_ns: int, end_ns: int) -> Iterator[Counter
 
     A sample is valid until the next one; the last sample before the step is the value at its begin.
     """
-    for (lane, name), said in counts.items():
-        known = sorted(
-            (at_ns, value) for at_ns, value in said if at_ns <= end_ns and math.isfinite(value)
+    for (lane, name), samples in counts.items():
+        valid = sorted(
+            (at_ns, value) for at_ns, value in samples if at_ns <= end_ns and math.isfinite(value)
         )
         held = [
             (max(at_ns, begin_ns), until_ns, value)
-            for (at_ns, value), (until_ns, _) in pairwise([*known, (end_ns, 0.0)])
+            for (at_ns, value), (until_ns, _) in pairwise([*valid, (end_ns, 0.0)])
             if until_ns > begin_ns
         ]
         if held:
-            last, time_ns = held[-1][2], end_ns - held[0][0]
+            last = held[-1][2]
+            time_ns = end_ns - held[0][0]
             area = sum(value * (until_ns - since_ns) for since_ns, until_ns, value in held)
             yield CounterRow(
                 lane=lane,

@@ -47,20 +47,23 @@ _LATE_SHARE = 0.8  # least share of all waiting with which one rank counts as th
 
 def waits(calls: Iterable[Calls]) -> dict[Lane, Spans]:
     """Return the time in which each rank waited in any collective."""
-    return _by_lane(
-        (lane, one.waiting(rank)) for one in calls for rank, lane in enumerate(one.lanes)
-    )
+    spans: defaultdict[Lane, list[Spans]] = defaultdict(list)
+    for collective in calls:
+        for rank, lane in enumerate(collective.lanes):
+            spans[lane].append(collective.waiting(rank))
+    return _united(spans)
 
 
 def _in_calls(calls: Iterable[Calls]) -> dict[Lane, Spans]:
     """Return the time in which each rank was in any call."""
-    return _by_lane(run for one in calls for run in zip(one.lanes, one.runs, strict=True))
-
-
-def _by_lane(parts: Iterable[tuple[Lane, Spans]]) -> dict[Lane, Spans]:
     spans: defaultdict[Lane, list[Spans]] = defaultdict(list)
-    for lane, part in parts:
-        spans[lane].append(part)
+    for collective in calls:
+        for lane, runs in zip(collective.lanes, collective.runs, strict=True):
+            spans[lane].append(runs)
+    return _united(spans)
+
+
+def _united(spans: Mapping[Lane, list[Spans]]) -> dict[Lane, Spans]:
     return {lane: union(*of_lane) for lane, of_lane in spans.items()}
 
 
@@ -77,19 +80,22 @@ def unmatched(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
 
 def whole_graphs_ns(lanes: Iterable[Lane]) -> int:
     """Return the time in graphs that are one event each: their collectives are not recorded."""
-    rows = chain.from_iterable(lane.ops.items() for lane in lanes)
-    return sum(self_ns for (_, name), (_, self_ns) in rows if name.startswith(WHOLE_GRAPH))
+    total_ns = 0
+    for lane in lanes:
+        for (_, name), (_, self_ns) in lane.ops.items():
+            if name.startswith(WHOLE_GRAPH):
+                total_ns += self_ns
+    return total_ns
 
 
 def _perhaps_waiting(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
     """Return the known waits in collectives, and exposed communication that may be a wait."""
-    whole = _in_calls(one for one in calls if one.is_whole)
-    return {
-        lane: union(
-            lane.waiting, subtract(lane.communication, union(lane.compute, whole.get(lane, EMPTY)))
-        )
-        for lane in step.lanes
-    }
+    whole = _in_calls(collective for collective in calls if collective.is_whole)
+    perhaps = {}
+    for lane in step.lanes:
+        seen = union(lane.compute, whole.get(lane, EMPTY))
+        perhaps[lane] = union(lane.waiting, subtract(lane.communication, seen))
+    return perhaps
 
 
 def last_to(stage: str, step: Step, calls: Iterable[Calls], least: float) -> tuple[str, float]:
@@ -99,41 +105,52 @@ def last_to(stage: str, step: Step, calls: Iterable[Calls], least: float) -> tup
     An empty stage means the whole step. The result is empty if ranks take turns in being last, or
     if the waits are less than the share ``least`` of the stage. Only captured ranks count.
     """
-    waited: defaultdict[tuple[str, str], list[Spans]] = defaultdict(
-        list
-    )  # by (last rank, waiting rank)
+    # by last rank, and waiting rank
+    waited: defaultdict[tuple[str, str], list[Spans]] = defaultdict(list)
     longest = 0
-    for one in calls:
-        for index, lane in enumerate(one.lanes):
-            own = time_of(lane.stages, stage)
-            during = own if len(own) else step.during(stage) if stage else lane.observed
-            inside = holding(during, one.runs[index, :, 0]) & (one.last == index)
+    for collective in calls:
+        for index, lane in enumerate(collective.lanes):
+            during = _time_in(stage, lane, step)
+            inside = holding(during, collective.runs[index, :, 0]) & (collective.last == index)
             longest = max(longest, length(during))
-            for rank, other in enumerate(one.lanes):
-                waited[lane.name, other.name].append(one.waiting(rank, inside))
+            for rank, other in enumerate(collective.lanes):
+                waited[lane.name, other.name].append(collective.waiting(rank, inside))
     sums: Counter[str] = Counter()
     for (name, _), parts in waited.items():
         sums[name] += length(union(*parts))
-    name, most = next(iter(sums.most_common(1)), ("", 0))
-    told = most > max(_LATE_SHARE * sums.total(), least * longest)
-    return (name, most / 1e9) if told else ("", 0.0)
+    for name, most_ns in sums.most_common(1):
+        if most_ns > max(_LATE_SHARE * sums.total(), least * longest):
+            return name, most_ns / 1e9
+    return "", 0.0
+
+
+def _time_in(stage: str, lane: Lane, step: Step) -> Spans:
+    """Return the time of a lane in its stage, else of the loop; without a name, of the step."""
+    time = time_of(lane.stages, stage)
+    if len(time):
+        return time
+    return step.during(stage) if stage else lane.observed
 
 
 def collective_rows(calls: Iterable[Calls]) -> list[CollectiveRow]:
     """Return one row per collective and group, for the longest waits."""
     rows = []
-    for one in calls:
-        late, late_share = "", 0.0
-        if one.is_whole:
-            ((rank, times),) = Counter(one.last.tolist()).most_common(1)
-            late, late_share = one.lanes[rank].name, times / len(one.cost)
-        waited_ns = sum(length(union(one.waiting(rank))) for rank in range(len(one.lanes)))
+    for collective in calls:
+        late = ""
+        late_share = 0.0
+        if collective.is_whole:
+            ((rank, times),) = Counter(collective.last.tolist()).most_common(1)
+            late = collective.lanes[rank].name
+            late_share = times / len(collective.cost)
+        waited_ns = sum(
+            length(union(collective.waiting(rank))) for rank in range(len(collective.lanes))
+        )
         row = CollectiveRow(
-            name=one.name,
-            role=one.role,
-            group=one.group.ranks,
-            calls=len(one.cost),
-            median_us=float(np.median(one.cost)) / 1000,
+            name=collective.name,
+            role=collective.role,
+            group=collective.group.ranks,
+            calls=len(collective.cost),
+            median_us=float(np.median(collective.cost)) / 1000,
             wait_us=waited_ns / 1000,
             late=late,
             late_share=late_share,

@@ -87,12 +87,14 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
         ends_us = (tail.median_finish_us, tail.last_finish_us)
         half_done, all_done = (int(rollout[0, 0]) + round(us * 1000) for us in ends_us)
     if lane.is_engine:
-        work, held = working_spans(lane, step, ROLLOUT), EMPTY
+        work = working_spans(lane, step, ROLLOUT)
+        held = EMPTY
         if len(work):
             first, last = int(work[0, 0]), int(work[-1, 1])
             held = within(rollout, last, all_done)  # requests come back
             if tail is not None and tail.last_replica != lane.source.replica:
-                claims["long_tail"], held = held, EMPTY
+                claims["long_tail"] = held
+                held = EMPTY
             claims["after_generation"] = within(rollout, max(last, all_done), step.end_ns)
             claims["waiting_for_rollout"] = within(rollout, step.begin_ns, first)
         generating = working_spans(lane, step, ROLLOUT, VALIDATE)

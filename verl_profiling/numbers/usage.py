@@ -147,18 +147,18 @@ def worker_row(lane: Lane, step: Step, directory: Path) -> WorkerRow:
     """
     exposed = subtract(lane.communication, lane.compute)
     waits = intersection(lane.waiting, intersection(exposed, lane.observed))
-    load, communication_load, waiting_load = (
-        percent(covered_before(step.whole, spans), 0, step.span_ns)
-        for spans in (lane.busy, exposed, waits)
-    )
+
+    def load(spans: Spans) -> list[int]:
+        return percent(covered_before(step.whole, spans), 0, step.span_ns)
+
     return WorkerRow(
         **_used([lane], lane.idle),
         role=lane.source.role,
         rank=lane.source.rank,
         replica=lane.source.replica,
-        load=load,
-        communication_load=communication_load,
-        waiting_load=waiting_load,
+        load=load(lane.busy),
+        communication_load=load(exposed),
+        waiting_load=load(waits),
         accelerator=lane.accelerator,
         traces=[os.path.relpath(path, directory) for path in lane.paths],
     )

@@ -144,7 +144,9 @@ def _notes(manifest: Manifest, step: Step, capture: Manifest | None) -> list[str
 
     Notes of a continuous capture do not belong to a single step.
     """
-    notes = [*manifest.notes, *(note for worker in manifest.workers for note in worker.notes)]
+    notes = list(manifest.notes)
+    for worker in manifest.workers:
+        notes += worker.notes
     if (more := len(notes) - _MOST_NOTES) > 0:
         notes[_MOST_NOTES:] = [f"{more:,} more notes are in {MANIFEST_NAME}"]
     if capture is not None:
@@ -164,12 +166,12 @@ def with_predictions(report: Report, content: Content) -> tuple[Report, Graph | 
     """
     try:
         graph = graph_of(content)
-        found = visible_text_of(predict(graph))
+        prediction = visible_text_of(predict(graph))
     except Exception as error:
         problem = (
             f"no critical path and no changes that would help: {type(error).__name__}: {error}"
         )
         report.coverage.missing.append(visible(problem))
         return report, None
-    rows = {"what_would_help": found.what_would_help, "critical_path": found.path}
+    rows = {"what_would_help": prediction.what_would_help, "critical_path": prediction.path}
     return msgspec.structs.replace(report, **rows), graph

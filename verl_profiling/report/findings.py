@@ -137,7 +137,8 @@ def _in_no_stage(report: Report) -> Iterator[Loss]:
 
 
 def _missing(report: Report) -> Iterator[Loss]:
-    missing, lanes = len(report.coverage.missing), report.coverage.lanes
+    missing = len(report.coverage.missing)
+    lanes = report.coverage.lanes
     if missing > len(report.coverage.unrecorded):
         text = f"The capture is not whole ({missing} missing or damaged): the numbers are partial."
         yield Loss(text, len(lanes) * report.span_us / 1e6, lanes)

@@ -205,7 +205,8 @@ def slow_replica(report: Report) -> Iterator[Loss]:
     if slow is None or is_late or not report.noticed:
         return
     row = slow.row
-    token, usual = time_of(slow.token_us), time_of(slow.usual_us)
+    token = time_of(slow.token_us)
+    usual = time_of(slow.usual_us)
     text = f"{row.worker} takes {token} a token, the other replicas {usual}."
     lanes = [lane.name for lane in report.workers if lane.replica == row.replica] or [row.worker]
     share = 1 - slow.usual_us / slow.token_us
@@ -340,9 +341,8 @@ def last_trajectories(report: Report, rollout: Rollout) -> Iterator[Loss]:
     if last is None:
         return
     most = next((part for part in last.parts if not part.cause.startswith(WAIT)), None)
-    cause, mostly = "", ""
-    if most is not None:
-        cause, mostly = most.cause, f": {most.share:.0%} of that is {_called(most.cause)}"
+    cause = most.cause if most else ""
+    mostly = f": {most.share:.0%} of that is {_called(cause)}" if most else ""
     if cause == LOOP_LAG and _loops_are_blocked(report):
         return  # it follows from the blocks
     text = (

@@ -74,8 +74,9 @@ def watch_sentence(steps: Sequence[StepSummary]) -> str:
         else "1 step logged"
     )
     longest = f"longest {first}step {steps[index].step} with {duration(took[index])}"
-    found = excess([step.exposed_s for step in steps], index)
-    why = f" ({found[0] or IN_NO_STAGE} {duration(found[1], signed=True)})" if found else ""
+    why = ""
+    if largest := excess([step.exposed_s for step in steps], index):
+        why = f" ({largest[0] or IN_NO_STAGE} {duration(largest[1], signed=True)})"
     return f"{which}; median {duration(median(took))}, {longest}{why}"
 
 
