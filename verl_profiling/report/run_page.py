@@ -203,12 +203,11 @@ def _trend(
                 stacked += f'<i class="{escape(key(name))}" style="{flex}"></i>'
         label = "" if index % every else f"<b>{escape(step.title.removeprefix('Step '))}</b>"
         drawn = "".join(f"<u>{sign}</u>" for sign in mark) + stacked + label
-        style = f'class="step" title="{escape(_bar_title(step, total, shown))}"'
-        style += f' style="height:{min(total / top, 1):.2%}"'
-        if step.link:
-            bars += f'<a {style} href="{escape(step.link)}">{drawn}</a>'
-        else:
-            bars += f"<div {style}>{drawn}</div>"
+        tag, link = ("a", f' href="{escape(step.link)}"') if step.link else ("div", "")
+        bars += (
+            f'<{tag} class="step"{link} title="{escape(_bar_title(step, total, shown))}" '
+            f'style="height:{min(total / top, 1):.2%}">{drawn}</{tag}>'
+        )
         row = {"took": timed(step.seconds)}
         row |= {shown(name): timed(step.stages.get(name)) for name in names}
         if step.captured:
