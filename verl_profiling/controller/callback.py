@@ -186,8 +186,9 @@ class _Callback(Generic[Returned]):
         Args:
             role: Role of the workers, e.g. ``actor``. A group may be added under several roles;
                 each process is called once.
-            workers: A verl worker group, a Ray actor handle, a local object, or an iterable of the
-                latter two in order of rank. Each worker has the methods of ``CaptureMixin``.
+            workers: A verl worker group, a ``WorkerProcesses``, a Ray actor handle, a local object,
+                or an iterable of the latter two in order of rank. Each worker has the methods of
+                ``CaptureMixin``.
             loop: Event loop on which a local object's coroutines run.
 
         Raises:

@@ -205,9 +205,10 @@ class CapturedWorkers:
 
         Unless the worker is ``stopped``, a delayed request may still start it.
         """
+        if worker in self._failures:  # the first holds
+            return
         logger.error("step %d: %s was not captured: %s", request.step, worker.identity, reason)
-        lost = self._lost(worker, request, reason, stopped=stopped)
-        self._failures.setdefault(worker, lost)  # the first holds
+        self._failures[worker] = self._lost(worker, request, reason, stopped=stopped)
 
     def _note_twins(self) -> None:
         first: dict[str, WorkerIdentity] = {}

@@ -21,7 +21,7 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture.session import process_session
 from verl_profiling.controller.spmd import PROBLEMS, Ranks
-from verl_profiling.controller.targets import Call, Postponed, Target
+from verl_profiling.controller.targets import Call, Postponed, Target, WorkerLostError
 from verl_profiling.files.opener import make_folder, read_small, remove_file
 from verl_profiling.files.run_files import write_json_atomically
 from verl_profiling.files.step_summary import Hang, RankUse, StepSummary
@@ -237,6 +237,8 @@ class HangWatch:
             answers = call.future.done() or isinstance(call.future, Postponed)
             if "Actor" in type(call.error).__name__:  # Ray's, not one of the method
                 yield ProcessState(who.lane(), who.role, problem=f"is dead: {call.problem()}")
+            elif isinstance(call.error, WorkerLostError):
+                yield ProcessState(who.lane(), who.role, problem=str(call.error))
             elif who.lane() in written:
                 yield msgspec.structs.replace(written[who.lane()], answers=answers)
             elif not answers:

@@ -19,6 +19,7 @@ from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.manifest import CaptureResult, StageSpan
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.settings.role import TRAJECTORIES
 from verl_profiling.tools import TOOLS
 
 logger = logging.getLogger(__name__)
@@ -194,7 +195,10 @@ class Roster:
                 continue
             self._recorded |= {result.identity.role, *result.roles}
             self._marked |= {span.name for span in result.stages}
-            here = self.config.for_role(result.identity.role, selection)
+            config = self.config
+            if TRAJECTORIES in result.tools:  # a mixin of trajectories adds them by itself
+                config = config.with_trajectories(result.identity.role)
+            here = config.for_role(result.identity.role, selection)
             if result.mode != here.mode or not {*result.tools} <= {*here.tool_names}:
                 self._say(
                     f"{result.name} recorded {result.mode} with {' and '.join(result.tools)}, and "

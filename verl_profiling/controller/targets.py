@@ -30,6 +30,10 @@ Send = Callable[..., list[Future[Any]]]
 logger = logging.getLogger(__name__)
 
 
+class WorkerLostError(ConnectionError):
+    """A worker's process cannot be called any more, or not yet; the message is a clause on it."""
+
+
 class Worker:
     """One worker of a target.
 
@@ -104,6 +108,8 @@ class Call:
                 f"{self.method} returned {answer}, which is no reply to the callback; "
                 "let the worker's class inherit a mixin of verl_profiling.workers"
             )
+        if isinstance(error, WorkerLostError):
+            return f"its process {error}"
         cause = getattr(error, "cause", None) or error
         lines = str(cause).strip().splitlines() or [""]
         return f"{self.method} raised {type(cause).__name__}: {lines[0]}"
@@ -330,6 +336,8 @@ def _identity_of(worker: Any) -> str | int:
 
 
 def _future_of(answer: Any) -> Future[Any]:
+    if isinstance(answer, Future):
+        return answer
     future: Future[Any] = (
         answer.future() if hasattr(answer, "future") else settle(Future(), lambda: answer)
     )

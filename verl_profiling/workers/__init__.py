@@ -10,6 +10,7 @@ from verl_profiling.workers.base import (
     RewardCaptureMixin,
 )
 from verl_profiling.workers.nsys_launch import nsys_runtime_env
+from verl_profiling.workers.processes import WorkerProcesses, join_callback
 from verl_profiling.workers.rollout import RolloutCaptureMixin, SGLangCaptureMixin, VLLMCaptureMixin
 
 __all__ = [
@@ -24,5 +25,7 @@ __all__ = [
     "RolloutCaptureMixin",
     "SGLangCaptureMixin",
     "VLLMCaptureMixin",
+    "WorkerProcesses",
+    "join_callback",
     "nsys_runtime_env",
 ]
