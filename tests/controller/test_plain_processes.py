@@ -23,6 +23,7 @@ from conftest import ROOT
 
 from verl_profiling import ProfilingCallback, analysis, stage
 from verl_profiling.capture.session import Session
+from verl_profiling.files.run_files import read_manifest
 from verl_profiling.manifest import CaptureResult, Manifest
 from verl_profiling.workers import CaptureMixin, WorkerProcesses, join_callback
 
@@ -59,9 +60,7 @@ def eventually(look: Callable[[], Any], seconds: float = 60.0) -> Any:
 
 
 def captured(path: Path, step: int) -> Manifest:
-    manifest = analysis.open_step(path / f"step_{step:06}").manifest
-    assert manifest is not None
-    return manifest
+    return read_manifest(path / f"step_{step:06}")
 
 
 def results(manifest: Manifest) -> dict[str, CaptureResult]:
@@ -90,10 +89,8 @@ def test_the_program_of_the_page(tmp_path: Path) -> None:
     named = {lane["args"]["name"] for lane in lanes if lane["name"] == "process_name"}
     assert {name for name in found if any(lane.startswith(name) for lane in named)} == {*found}
     assert "pass the same settings" not in output
-    longest = re.search(r"step (\d+): stage update_actor took .*longest there: (\w+)", output)
-    assert longest is not None, output
-    assert int(longest[1]) >= slow_from
-    assert longest[2] == "actor_rank1"
+    logged = re.findall(r"step (\d+): stage update_actor took .*longest there: (\w+)", output)
+    assert "actor_rank1" in {lane for at, lane in logged if int(at) >= slow_from}, output
     lines = [json.loads(line) for line in (tmp_path / "watch.jsonl").read_text().splitlines()]
     leaders = {row["name"]: row.get("leader") for row in lines[-1]["exposed"]}
     assert leaders["update_actor"] == "actor_rank1"
@@ -112,12 +109,14 @@ def test_a_stopped_and_a_killed_worker(tmp_path: Path) -> None:
     assert worker is not None
     os.kill(worker.pid, signal.SIGSTOP)
     log = tmp_path / "watch.jsonl"
-    hang = eventually(lambda: re.search(r'"lane":"(\w+)","reason":"([^"]*)"', log.read_text()))
+    hang = eventually(
+        lambda: re.search(r'"lane":"(\w+)","reason":"(is stopped[^"]*)"', log.read_text())
+    )
     os.kill(worker.pid, signal.SIGKILL)
     _, output = loop.communicate(timeout=100)
     assert hang.groups() == ("actor_rank1", f"is stopped by a signal (pid {worker.pid})"), output
     assert loop.returncode == 1
-    assert re.search("EOFError|BrokenPipeError", output), "the loop's own error passes"
+    assert "Traceback" in output, "the loop's own error passes"
     last = max(tmp_path.glob("step_*"))
     manifest = captured(tmp_path, int(last.name.removeprefix("step_")))
     assert not manifest.complete
