@@ -41,36 +41,41 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     Args:
         root: The folder that contains ``proc`` and ``sys``.
     """
-    found = list(_of_cgroups(root))
+    free = list(_of_cgroups(root))
     with suppress(OSError):
-        found.append(_statistic(root / "proc/meminfo", "MemAvailable:") * 1024)
-    return min(found, default=None)
+        free.append(_statistic(root / "proc/meminfo", "MemAvailable:") * 1024)
+    return min(free, default=None)
 
 
 def _of_cgroups(root: Path) -> Iterator[int]:
     """Yield the free bytes under each cgroup limit of this process;
     droppable file caches count as free.
     """
-    own = root / "proc/self/cgroup"
-    for line in own.read_text().splitlines() if own.exists() else ():
+    groups = root / "proc/self/cgroup"
+    if not groups.exists():
+        return
+    for line in groups.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            top, limit, usage, droppable = "", "memory.max", "memory.current", "inactive_file"
+            base = root / "sys/fs/cgroup"
+            names = "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
-            top, limit, usage = "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            droppable = "total_inactive_file"
+            base = root / "sys/fs/cgroup/memory"
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
         else:
             continue
-        base = root / "sys/fs/cgroup" / top
         lowest = base / path.lstrip("/")
         for folder in (lowest, *lowest.parents):
             if folder.is_relative_to(base):
                 with suppress(OSError, ValueError):  # the root has none, and "max" is no limit
-                    most, used = (
-                        int((folder / limit).read_text()),
-                        int((folder / usage).read_text()),
-                    )
-                    yield max(0, most - used + _statistic(folder / "memory.stat", droppable))
+                    yield _free_in(folder, *names)
+
+
+def _free_in(folder: Path, limit: str, usage: str, droppable: str) -> int:
+    """Return the free bytes of a cgroup, from its files for the limit and the usage."""
+    most = int((folder / limit).read_text())
+    used = int((folder / usage).read_text())
+    return max(0, most - used + _statistic(folder / "memory.stat", droppable))
 
 
 def _statistic(path: Path, name: str) -> int:

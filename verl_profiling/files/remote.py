@@ -83,12 +83,12 @@ def _file_system(url: str) -> AbstractFileSystem:
 
     scheme, _, rest = url.partition("://")
     key = (scheme, rest.partition("/")[0])
-    known: dict[tuple[str, str], AbstractFileSystem] = _of_thread.__dict__.setdefault(
+    systems: dict[tuple[str, str], AbstractFileSystem] = _of_thread.__dict__.setdefault(
         "file_systems", {}
     )
-    if key not in known:
-        known[key], _ = url_to_fs(url, skip_instance_cache=True)
-    return known[key]
+    if key not in systems:
+        systems[key], _ = url_to_fs(url, skip_instance_cache=True)
+    return systems[key]
 
 
 class RemoteFolder:

@@ -146,7 +146,7 @@ def _folded(folder: Path, manifest: Manifest) -> Manifest:
             result = None
         workers.append(_settled(folder, _newer(reply, result)))
     workers += [_settled(folder, result) for result in results.values()]
-    workers.sort(key=lambda one: (one.identity.role, one.identity.replica or 0, one.identity.rank))
+    workers.sort(key=lambda w: (w.identity.role, w.identity.replica or 0, w.identity.rank))
     cut = [
         f"{CUT_SHORT}: {worker.name}: {worker.cut_short}" for worker in workers if worker.cut_short
     ]
@@ -213,15 +213,14 @@ def capture_of(capture_id: str) -> str:
 
 def _newer(reply: CaptureResult, file: CaptureResult | None) -> CaptureResult:
     if file is None and not reply.revision:
-        return msgspec.structs.replace(
-            reply, reason="; ".join(filter(None, (reply.reason, _status(reply))))
-        )
+        reason = "; ".join(filter(None, (reply.reason, _status(reply))))
+        return msgspec.structs.replace(reply, reason=reason)
     if file is None or file.revision <= reply.revision:
         return reply
     if file.stopped or reply.status != "failed":
         return file
-    known = {artifact.path for artifact in file.artifacts}
-    promised = [artifact for artifact in reply.artifacts if artifact.path not in known]
+    listed = {artifact.path for artifact in file.artifacts}
+    promised = [artifact for artifact in reply.artifacts if artifact.path not in listed]
     reason = reply.reason or file.reason
     return msgspec.structs.replace(file, artifacts=[*file.artifacts, *promised], reason=reason)
 
@@ -231,11 +230,9 @@ def _status(reply: CaptureResult) -> str:
     process = reply.process
     if process is None or reply.status == "skipped" or process.alive():
         return ""
-    return (
-        f"{process} has ended"
-        if process.alive() is False
-        else f"{process} cannot be checked on this host"
-    )
+    if process.alive() is False:
+        return f"{process} has ended"
+    return f"{process} cannot be checked on this host"
 
 
 def _settled(folder: Path, worker: CaptureResult) -> CaptureResult:

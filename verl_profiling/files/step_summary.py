@@ -112,7 +112,8 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
         pauses and parts of stages are none.
         """
         return any(
-            one.name != GC and not one.name.startswith(f"{WEIGHT_SYNC}/") for one in self.spans
+            total.name != GC and not total.name.startswith(f"{WEIGHT_SYNC}/")
+            for total in self.spans
         )
 
 
@@ -262,13 +263,13 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Samples and tokens per second of the step that were made and taken,
         as far as they are known.
         """
-        known = {
+        made = {
             "samples_per_s": self.samples,
             "tokens_per_s": self.tokens,
             "samples_taken_per_s": self.taken,
             "tokens_taken_per_s": self.taken_tokens,
         }
-        return {name: many / self.seconds for name, many in known.items() if many and self.seconds}
+        return {name: many / self.seconds for name, many in made.items() if many and self.seconds}
 
     @property
     def hangs(self) -> str:
@@ -286,10 +287,10 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     @property
     def exposed_s(self) -> dict[str, float]:
         """Exposed time by stage (s); the time in no stage has an empty name."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for stage in self.exposed:
-            found[stage.name] = found.get(stage.name, 0.0) + stage.exposed_ns / 1e9
-        return found
+            seconds[stage.name] = seconds.get(stage.name, 0.0) + stage.exposed_ns / 1e9
+        return seconds
 
     def add_up(self) -> None:
         """Set ``memory``, ``spans`` and ``counts`` to the sums over the processes."""
@@ -320,7 +321,7 @@ def _spans(processes: Sequence[RankUse]) -> list[SpanTotal]:
     If two roles have spans of one name, the name of the second role is appended. For example,
     ``reward`` of an agent loop is the wait for ``reward (reward)`` of a scoring process.
     """
-    found: dict[str, SpanTotal] = {}
+    totals: dict[str, SpanTotal] = {}
     role_of: dict[str, str] = {}
     for process in processes:
         for total in process.spans:
@@ -328,8 +329,8 @@ def _spans(processes: Sequence[RankUse]) -> list[SpanTotal]:
             if name not in (OTHERS, GC) and role_of.setdefault(name, process.role) != process.role:
                 name = f"{name} ({process.role})"
                 total = msgspec.structs.replace(total, name=name)
-            found[name] = found[name] + total if name in found else total
-    longest = sorted(found.values(), key=attrgetter("duration_ns"), reverse=True)
+            totals[name] = totals[name] + total if name in totals else total
+    longest = sorted(totals.values(), key=attrgetter("duration_ns"), reverse=True)
     if len(longest) <= MOST_SPANS:
         return longest
     kept = [total for total in longest[: MOST_SPANS - 1] if total.name != OTHERS]

@@ -295,7 +295,7 @@ def read_log(path: Path, limit_reached: Callable[[int], str] = lambda lines: "")
         log.damaged = True
         log.problems.append(f"line {number + 1}: {error.problem}")
     if log.cut:
-        ends = (found.end_ns for part in (log.trajectories, log.spans) for found in part)
+        ends = [record.end_ns for part in (log.trajectories, log.spans) for record in part]
         log.end_ns = max(ends, default=log.begin_ns)
         if not log.problems:
             log.problems.append(f"is cut off after line {number}")
@@ -341,13 +341,14 @@ def later_statuses(path: Path, offset_ns: int) -> LaterStatuses:
         path: The log.
         offset_ns: The clock offset to subtract from its times.
     """
-    found: LaterStatuses = {}
+    latest: LaterStatuses = {}
     with suppress(TraceFormatError):  # a damaged log is reported when its trajectories are read
         for change in _decoded(path, b'["status"'):
             if isinstance(change, StatusChange) and change.group:
-                key, new = (change.group, change.sample), (change.at_ns - offset_ns, change.status)
-                found[key] = max(found.get(key, new), new)
-    return found
+                key = (change.group, change.sample)
+                new = (change.at_ns - offset_ns, change.status)
+                latest[key] = max(latest.get(key, new), new)
+    return latest
 
 
 def last_status(trajectory: TrajectoryRecord, later: LaterStatuses) -> str:

@@ -109,14 +109,14 @@ def covered_before(spans: NDArray[Any], instants: NDArray[_Number]) -> NDArray[_
         ordered = np.sort(spans[:, side])
         count = np.searchsorted(ordered, instants)
         since.append(count * instants - np.concatenate(([0], np.cumsum(ordered)))[count])
-    found: NDArray[_Number] = since[0] - since[1]
-    return found
+    covered: NDArray[_Number] = since[0] - since[1]
+    return covered
 
 
 def overlaps(spans: Spans, other: Spans) -> Ints:
     """Return the overlap (ns) of each span with a set of time."""
-    found: Ints = np.diff(covered_before(other, spans), axis=1)[:, 0]
-    return found
+    overlap: Ints = np.diff(covered_before(other, spans), axis=1)[:, 0]
+    return overlap
 
 
 class Axes:
@@ -129,13 +129,11 @@ class Axes:
     """
 
     def __init__(self, owners: int, *times: Ints) -> None:
-        found = [part for part in times if len(part)]
-        self._first = min((int(part.min()) for part in found), default=0)
-        self._stride = max((int(part.max()) for part in found), default=0) - self._first + 2
-        self._unit = (
-            self._stride * max(owners, 1) // _LARGEST + 1
-        )  # ns; more than 1 for years of time
-        self._stride = self._stride // self._unit + 2
+        edges = [edge for part in times if len(part) for edge in (int(part.min()), int(part.max()))]
+        self._first = min(edges, default=0)
+        took_ns = max(edges, default=0) - self._first + 2
+        self._unit = took_ns * max(owners, 1) // _LARGEST + 1  # ns; more than 1 for years of time
+        self._stride = took_ns // self._unit + 2
 
     def put(self, owner: Ints, begin: Ints, end: Ints) -> Spans:
         """Return spans shifted to their owners' ranges, in the given order."""
@@ -224,7 +222,7 @@ def nested_times(spans: Spans, threads: NDArray[Any]) -> Ints:
     Calls of one thread nest. Sorted by begin, longest first, the parent of a call is the nearest
     earlier call that is still open: the previous call, or one of its parents.
     """
-    own: Ints = spans[:, 1] - spans[:, 0]
+    self_times: Ints = spans[:, 1] - spans[:, 0]
     axes = Axes(int(threads.max(initial=0)) + 1, spans.reshape(-1))
     placed = axes.put(threads.astype(np.int64), spans[:, 0], spans[:, 1])
     order = np.lexsort((-placed[:, 1], placed[:, 0]))
@@ -237,16 +235,16 @@ def nested_times(spans: Spans, threads: NDArray[Any]) -> Ints:
     while len(closed := closed[end[parent[closed]] <= begin[closed]]):
         parent[closed] = parent[parent[closed]]
     took = np.minimum(end[inner], end[parent[inner]]) - begin[inner]
-    own[order] -= np.bincount(parent[inner], took, len(order)).astype(np.int64)
-    return own
+    self_times[order] -= np.bincount(parent[inner], took, len(order)).astype(np.int64)
+    return self_times
 
 
 def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
     """Return items by key, in the order of the first item of each key."""
-    found: dict[_Key, list[_Item]] = {}
+    groups: dict[_Key, list[_Item]] = {}
     for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def percentiles(sample: Sequence[float] | NDArray[np.float64], *which: int) -> list[Any]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from verl_profiling.slices.intervals import Spans, length, spans_of, subtract, union, within
+from verl_profiling.slices.intervals import Spans, length, spans_of, subtract, within
 
 _FOREVER = 1 << 62
 _NOTICEABLE = 0.05  # stopping a tool at the end of a rollout takes some milliseconds of it
@@ -94,10 +94,11 @@ def observed_by(
         on_device: Whether the lane is a device's.
         is_plain: Whether there is no manifest.
     """
-    windows = spans_of(one.window(on_device=on_device, is_plain=is_plain) for one in recordings)
+    windows = spans_of(r.window(on_device=on_device, is_plain=is_plain) for r in recordings)
     if is_plain:
         windows = between_ends(busy, windows)
-    return subtract(windows, union(*(spans_of(one.holes) for one in recordings)))
+    holes = [hole for recording in recordings for hole in recording.holes]
+    return subtract(windows, spans_of(holes))
 
 
 def between_ends(work: Spans, windows: Spans) -> Spans:

@@ -64,7 +64,8 @@ def matched_calls(step: Step) -> tuple[list[Calls], list[str]]:
             called[lane.source.role, lane.source.replica, call].append(lane)
     clocks = step.manifest.clocks if step.manifest else []
     error_ns = max((clock.error_ns for clock in clocks), default=0)
-    found, recorded, matched = [], 0, 0
+    calls = []
+    recorded = matched = 0
     for (role, _, (name, group)), same_group in called.items():
         for lanes in _engines(same_group, group.size):
             of_lanes = [lane.collectives[name, group] for lane in lanes]
@@ -76,15 +77,13 @@ def matched_calls(step: Step) -> tuple[list[Calls], list[str]]:
             matched += runs.shape[0] * runs.shape[1]
             if runs.shape[1]:
                 took = runs[:, :, 1] - runs[:, :, 0]
-                found.append(
-                    Calls(role, name, group, lanes, runs, took.min(axis=0), took.argmin(axis=0))
-                )
+                shortest, last = took.min(axis=0), took.argmin(axis=0)
+                calls.append(Calls(role, name, group, lanes, runs, shortest, last))
     if matched == recorded:
-        return found, []
+        return calls, []
     many = f"{recorded - matched:,} of {recorded:,} runs of collectives"
-    return found, [
-        f"{many} fit no run of every other rank, by order and end; their waits are unknown"
-    ]
+    note = f"{many} fit no run of every other rank, by order and end; their waits are unknown"
+    return calls, [note]
 
 
 def _engines(lanes: list[Lane], size: int) -> list[list[Lane]]:
@@ -94,14 +93,11 @@ def _engines(lanes: list[Lane], size: int) -> list[list[Lane]]:
     by_rank = defaultdict(list)
     for lane in lanes:
         by_rank[lane.source.rank].append(lane)
-    if (
-        size
-        and len(lanes) > size
-        and len(by_rank) == size
-        and len(set(map(len, by_rank.values()))) == 1
-    ):
+    lanes_of_ranks = set(map(len, by_rank.values()))
+    if len(by_rank) == size and len(lanes_of_ranks) == 1 and lanes_of_ranks != {1}:
         return [list(engine) for engine in zip(*by_rank.values(), strict=True)]
-    return [lanes] if 1 < len(lanes) <= (size or len(lanes)) else []
+    is_group = 1 < len(lanes) <= (size or len(lanes))
+    return [lanes] if is_group else []
 
 
 def _left_together(of_lanes: Sequence[Spans], error_ns: int, is_one_clock: bool) -> Ints:
@@ -169,12 +165,9 @@ def _by_end(of_lanes: Sequence[Spans]) -> Ints:
     by_end = [runs[np.argsort(runs[:, 1], kind="stable")] for runs in of_lanes]
     fewest = min(by_end, key=len)
     nearest = [_nearest(runs[:, 1], fewest[:, 1]) for runs in by_end]
-    own = np.arange(len(fewest))
-    backs = (
-        _nearest(fewest[:, 1], runs[:, 1])[at] == own
-        for runs, at in zip(by_end, nearest, strict=True)
-    )
-    is_mutual = np.logical_and.reduce(list(backs))
+    is_mutual = np.ones(len(fewest), np.bool_)
+    for runs, at in zip(by_end, nearest, strict=True):
+        is_mutual &= _nearest(fewest[:, 1], runs[:, 1])[at] == np.arange(len(fewest))
     return np.stack([runs[at[is_mutual]] for runs, at in zip(by_end, nearest, strict=True)])
 
 

@@ -62,11 +62,11 @@ _NO_TRAJECTORY = "requests of no trajectory"
 
 def joined_causes(*sides: Collection[str]) -> dict[str, str]:
     """Return the cause that a cause of requests counts as, if a side has them joined only."""
-    found: dict[str, str] = {}
+    joined: dict[str, str] = {}
     for whole, parts in _JOINED.items():
         if any(whole in names and parts[-1] not in names for names in sides):
-            found = dict.fromkeys(parts, whole) | found
-    return found
+            joined = dict.fromkeys(parts, whole) | joined
+    return joined
 
 
 DRAIN_NS = 50_000_000
@@ -125,10 +125,10 @@ def ranked(causes: Sequence[str], took: NDArray[Any]) -> dict[str, float]:
         causes: Names of the causes.
         took: Times of the causes (ns); causes of less than a nanosecond are left out.
     """
-    found = [
+    seconds = [
         (cause, ns / 1e9) for cause, ns in zip(causes, took.tolist(), strict=True) if ns >= 0.5
     ]
-    return dict(sorted(found, key=lambda item: (item[0] == UNEXPLAINED, -item[1])))
+    return dict(sorted(seconds, key=lambda item: (item[0] == UNEXPLAINED, -item[1])))
 
 
 def pieces_of(records: Records, served: Mapping[int, Request]) -> tuple[Pieces, Pieces]:
@@ -152,15 +152,15 @@ def pieces_of(records: Records, served: Mapping[int, Request]) -> tuple[Pieces, 
     index, begin, end = without(
         spans.begin, spans.end, around, spans.begin[inside], spans.reach[inside]
     )
-    none, own = np.full(len(index), -1), spans.trajectory[index] >= 0
+    none = np.full(len(index), -1)
     of_processes = Pieces(
         spans.process[index], begin, end, spans.name[index], none, none, records.names
     )
-    in_spans = of_processes.of(
-        own, owner=spans.trajectory[index][own], loop=spans.loop[index][own], span=index[own]
-    )
+    owner = spans.trajectory[index]
+    of_trajectories = of_processes._replace(owner=owner, loop=spans.loop[index], span=index)
+    in_spans = of_trajectories.of(owner >= 0)
     waits = _by_request(in_spans, spans, served).joined(_in_no_span(records))
-    return _with_lag(waits, records.blocks), of_processes.of(~own)
+    return _with_lag(waits, records.blocks), of_processes.of(owner < 0)
 
 
 def _by_request(pieces: Pieces, spans: SpanTable, served: Mapping[int, Request]) -> Pieces:
@@ -174,9 +174,10 @@ def _by_request(pieces: Pieces, spans: SpanTable, served: Mapping[int, Request])
         for part in (_divided(served[number], *whole[1:]) if number in served else [whole])
     ]
     row, cause, begin, end = np.array(parts, dtype=np.int64).reshape(-1, 4).T
-    found = pieces.of(row, cause=cause, begin=begin, end=end)
-    goes_on = (spans.open[found.span] > 0) & (spans.end[found.span] == end)
-    return found._replace(loop=np.where(np.isin(cause, _IN_ENGINE) | goes_on, -1, found.loop))
+    divided = pieces.of(row, cause=cause, begin=begin, end=end)
+    goes_on = (spans.open[divided.span] > 0) & (spans.end[divided.span] == end)
+    is_late_by_loop = ~np.isin(cause, _IN_ENGINE) & ~goes_on
+    return divided._replace(loop=np.where(is_late_by_loop, divided.loop, -1))
 
 
 def _divided(request: Request, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -226,11 +227,11 @@ def _with_lag(waits: Pieces, blocks: Blocks) -> Pieces:
     axes = Axes(
         int(waits.owner.max(initial=0)) + 1, blocks.begin, blocks.end, low[late], high[late]
     )
-    own = union(axes.put(blocks.trajectory, blocks.begin, blocks.end))
+    by_itself = union(axes.put(blocks.trajectory, blocks.begin, blocks.end))
     mine = axes.put(waits.owner[late], low[late], high[late])
-    _, since, until = axes.take(own)
-    first = np.searchsorted(own[:, 1], mine[:, 0]).tolist()
-    beyond = np.searchsorted(own[:, 0], mine[:, 1]).tolist()
+    _, since, until = axes.take(by_itself)
+    first = np.searchsorted(by_itself[:, 1], mine[:, 0]).tolist()
+    beyond = np.searchsorted(by_itself[:, 0], mine[:, 1]).tolist()
     holes = [
         (place, since[hole], until[hole])
         for place, rows in enumerate(map(range, first, beyond))

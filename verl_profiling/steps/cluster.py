@@ -90,22 +90,23 @@ def _of_tasks(
         stamps = {} if host else {file.path: _stamp(file.path) for file in files}
         return task.options(scheduling_strategy=where).remote(call, stamps)
 
-    waiting, tasks = iter(calls), deque[Any]()  # a task is freed once its result is here
+    waiting = iter(calls)
+    tasks = deque[Any]()  # a task is freed once its result is here
     try:
         for call, (file, *_) in calls:
-            tasks += [
-                started(*one) for one in islice(waiting, _TASKS_PER_NODE * len(nodes) - len(tasks))
-            ]
-            found, why = None, "no node of the Ray cluster has this host name"
+            free = _TASKS_PER_NODE * len(nodes) - len(tasks)
+            tasks += [started(*calling) for calling in islice(waiting, free)]
+            result = None
+            why = "no node of the Ray cluster has this host name"
             if tasks[0] is not None:
                 try:
-                    found = ray.get(tasks[0])
+                    result = ray.get(tasks[0])
                 except RayError as error:  # the node died, or the process was killed
                     why = f"the task ended with {type(error).__name__}"
             tasks.popleft()
-            if found is None and file.host:
-                found = TraceFormatError(file.path, f"cannot be read on {file.host}: {why}")
-            yield _result(call) if found is None else found
+            if result is None and file.host:
+                result = TraceFormatError(file.path, f"cannot be read on {file.host}: {why}")
+            yield _result(call) if result is None else result
     finally:
         for left in filter(None, tasks):
             ray.cancel(left)

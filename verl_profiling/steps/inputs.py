@@ -78,17 +78,17 @@ def steps_of(
             except TraceFormatError as error:
                 damaged.append(error)
     traces, unreadable = plain_steps(plain)
-    found = [*steps.values(), *traces]
+    readable = [*steps.values(), *traces]
     damaged += unreadable
-    if not found:
+    if not readable:
         raise damaged[0]
-    for step in found:
-        step.ray = ray
-        if ray is not None:  # tasks have another working directory
+    if ray is not None:  # tasks have another working directory
+        for step in readable:
+            step.ray = ray
             step.files = [
-                msgspec.structs.replace(one, path=one.path.absolute()) for one in step.files
+                msgspec.structs.replace(file, path=file.path.absolute()) for file in step.files
             ]
-    return found, damaged
+    return readable, damaged
 
 
 def is_step(folder: Path) -> bool:
@@ -132,15 +132,20 @@ def the_run(path: Path, *, live: bool = False) -> Path:
         raise TraceFormatError(path, "no such file or folder")
     if path.is_dir() and not is_step(path):
         path = real_folder(path)
-    found = {run: known_run(run) for run in runs_at(path)}
-    running = [run for run, info in found.items() if live and info is not None and not info.over]
-    runs = running or list(found)
+    runs = runs_at(path)
+    if live:
+        runs = list(filter(_is_running, runs)) or runs
     if len(runs) > 1:
         infos = [run / RUN_NAME if (run / RUN_NAME).is_file() else run for run in runs]
         raise TraceFormatError(
             path, f"holds {len(runs)} runs; choose one of them: {', '.join(map(str, infos))}"
         )
     return runs[0]
+
+
+def _is_running(run: Path) -> bool:
+    info = known_run(run)
+    return info is not None and not info.over
 
 
 def runs_at(path: Path) -> list[Path]:
@@ -168,9 +173,8 @@ def _runs_below(path: Path) -> Iterator[Path]:
         depth = len(Path(inside).relative_to(path).parts)
         if depth and RUN_NAME in names:
             yield Path(inside)
-        folders[:] = (
-            [] if depth == 2 else [name for name in folders if not _STEP_FOLDER.fullmatch(name)]
-        )
+        runs = [name for name in folders if depth < 2 and not _STEP_FOLDER.fullmatch(name)]
+        folders[:] = runs
 
 
 def is_uncaptured(path: Path) -> bool:
@@ -180,11 +184,10 @@ def is_uncaptured(path: Path) -> bool:
 
 def how_to_capture(run: Path) -> str:
     """Return a sentence that no step of a run was captured, with advice on capturing one."""
-    info = known_run(run)
     ask = f"`verl-profiling trigger {shlex.quote(str(run))}`"
-    if info is not None and not info.over:
+    if _is_running(run):
         return f"No step was captured so far; {ask} requests a capture of the next step."
-    over = ", and the job has ended" if info is not None else ""
+    over = ", and the job has ended" if known_run(run) is not None else ""
     return (
         f"No step was captured{over}. schedule.steps lists steps beforehand, watch.trigger "
         "captures slow "
@@ -238,15 +241,15 @@ def _from_manifest(directory: Path, ray: str | None) -> StepInputs:
         manifest=msgspec.structs.replace(manifest, workers=workers),
         unfinished=unfinished(manifest),
     )
-    found: list[Source] = []
+    sources: list[Source] = []
     for worker in manifest.workers:
         if worker.status not in ("ok", "skipped") and not worker.artifacts:
             inputs.absent.append(f"{worker.identity}: {worker.reason or worker.status}")
         for artifact in worker.artifacts:
             if artifact.status != "skipped":
                 where = on_other_host(directory, artifact, ray)
-                found += _sources_of(inputs, manifest, worker, artifact, where)
-    inputs.files = sorted_sources(found)
+                sources += _sources_of(inputs, manifest, worker, artifact, where)
+    inputs.files = sorted_sources(sources)
     return inputs
 
 
@@ -310,7 +313,7 @@ def _files_in(path: Path) -> Iterator[Path]:
     in a folder (torch_npu).
     """
     if path.is_dir():
-        for found in npu_files(path):
-            yield named_file(path, str(found.relative_to(path)))
+        for file in npu_files(path):
+            yield named_file(path, str(file.relative_to(path)))
     elif path.name.endswith((".json", ".json.gz", LOG_SUFFIX)):
         yield path

@@ -228,8 +228,9 @@ def communicates(patterns: tuple[str, ...] = ()) -> Callable[[str], bool]:
 
     def check(name: str) -> bool:
         name = name[:_LONGEST]
-        known = _NCCL.search(name) or _OTHERS.search(own_name(name))
-        return bool(known) or any(pattern.search(name) for pattern in added)
+        if _NCCL.search(name) or _OTHERS.search(own_name(name)):
+            return True
+        return any(pattern.search(name) for pattern in added)
 
     return check
 
@@ -284,10 +285,12 @@ def only_group(info: Any) -> Group | None:
     """Return the process group in the header of a trace, if only one group has several ranks."""
     try:
         world = int(info["world_size"])
-        listed = [list(one["ranks"]) for one in info.get("pg_config", ())] or [[]] * (world == 2)
+        listed = [list(group["ranks"]) for group in info.get("pg_config", ())]
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return None
-    several = [ranks for ranks in listed if len(ranks) != 1]  # one without ranks has all
+    if not listed and world == 2:
+        listed = [[]]
+    several = [ranks for ranks in listed if len(ranks) != 1]  # a group without ranks has all
     groups = {
         (str(ranks), len(ranks)) if 0 < len(ranks) < world else ("all", world) for ranks in several
     }

@@ -172,9 +172,12 @@ class Step:
         else of the controller.
         """
         worker = self.worker_of(source)
-        own = [span for span in worker.stages if span.depth == 0] if worker else []
-        outer = own or [span for span in self.stages if span.depth == 0]
-        return sorted(outer, key=lambda span: span.begin_ns)
+        of_worker = worker.stages if worker else []
+        for stages in (of_worker, self.stages):
+            outermost = [span for span in stages if span.depth == 0]
+            if outermost:
+                return sorted(outermost, key=lambda span: span.begin_ns)
+        return []
 
     def unrecorded_device(self, source: Source) -> str:
         """Return the kind of the device that a lane used but did not record; empty if there is

@@ -41,7 +41,7 @@ def nested_rows(spans: Iterable[_Span], is_child: Callable[[_Span, _Span], bool]
         is_child: Function that returns whether the first span is a child of the second.
     """
     rows: list[list[_Span]] = []  # open spans of each row, outermost first
-    found = []
+    row_of_each = []
     for span in spans:
         begin_ns, end_ns = span.begin_ns, span.end_ns
         free, parent = len(rows), None
@@ -62,8 +62,8 @@ def nested_rows(spans: Iterable[_Span], is_child: Callable[[_Span, _Span], bool]
         if row == len(rows):
             rows.append([])
         rows[row].append(span)
-        found.append(row)
-    return found
+        row_of_each.append(row)
+    return row_of_each
 
 
 def stages_by_row(spans: Iterable[StageSpan]) -> Iterator[tuple[StageSpan, int]]:

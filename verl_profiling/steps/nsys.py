@@ -70,10 +70,10 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
     root = (
         run if (run / NSYS_FOLDER).is_dir() else run.parent
     )  # several runs may share one save_path
-    known, collected = read_ranges(named_file(root, NSYS_FOLDER))
+    of_outputs, collected = read_ranges(named_file(root, NSYS_FOLDER))
     processes = {
         output: [noted for noted in ranges if run in (root, (root / noted.folder).parent)]
-        for output, ranges in known.items()
+        for output, ranges in of_outputs.items()
     }
     if not any(processes.values()) and not collected:
         raise TraceFormatError(
@@ -101,7 +101,8 @@ def read_ranges(folder: Path) -> tuple[dict[Path, list[NsysRange]], list[Collect
 
     A killed process may leave half a line; complete lines are still valid.
     """
-    found, damaged = {}, []
+    ranges: dict[Path, list[NsysRange]] = {}
+    damaged = []
     for path in sorted(folder.glob(f"*{NOTES_SUFFIX}")):
         name = f"{NSYS_FOLDER}/{path.name}"
         latest: dict[int, NsysRange] = {}
@@ -118,8 +119,8 @@ def read_ranges(folder: Path) -> tuple[dict[Path, list[NsysRange]], list[Collect
                 problem = f"a line is incomplete, and its range is lost: {error}"
                 damaged.append(Collected(name, "damaged", problem))
         output = path.with_name(path.name.removesuffix(NOTES_SUFFIX))
-        found[output] = sorted(latest.values(), key=lambda noted: noted.number)
-    return found, damaged
+        ranges[output] = sorted(latest.values(), key=lambda noted: noted.number)
+    return ranges, damaged
 
 
 def _finished_report(output: Path, number: int, of: int) -> Path | None:
@@ -194,23 +195,23 @@ def _entered(
     workers = read_manifest(folder).workers if (folder / MANIFEST_NAME).exists() else []
     for worker in workers:
         artifacts = {artifact.path: artifact for artifact in worker.artifacts}
-        known = artifacts.get(noted.artifact)
-        if known is None or known.tool != _TOOL:
+        listed = artifacts.get(noted.artifact)
+        if listed is None or listed.tool != _TOOL:
             continue
         entry = msgspec.structs.replace(
-            known,
-            path=known.path if file is None else file.name,
+            listed,
+            path=listed.path if file is None else file.name,
             status="pending" if file is None else status,
             reason=reason,
             bytes=None if file is None else file.stat().st_size,
             events=events,
             begin_ns=noted.begin_ns,
-            end_ns=noted.end_ns or known.end_ns,
+            end_ns=noted.end_ns or listed.end_ns,
         )
-        listed = list({**artifacts, entry.path: entry}.values())
-        result = msgspec.structs.replace(worker, artifacts=listed)
+        entries = list({**artifacts, entry.path: entry}.values())
+        result = msgspec.structs.replace(worker, artifacts=entries)
         if worker.status != "failed":  # a failed worker stays failed, whatever its reports
-            worst, why = worst_status(listed)
+            worst, why = worst_status(entries)
             result = msgspec.structs.replace(result, status=worst, reason=why)
         if result != worker:
             write_result(folder, result)

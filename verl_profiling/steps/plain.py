@@ -103,7 +103,7 @@ def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceForm
     damaged: list[TraceFormatError] = []
     for path in paths:
         unread = [TraceFormatError(*recording) for recording in not_analysed(path)]
-        found = len(unread)
+        is_empty = not unread
         for file in _files(path):
             try:
                 for part in _described(file, os.path.relpath(file, directory)):
@@ -114,8 +114,8 @@ def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceForm
                 if _is_no_trace(file, error.problem):
                     continue
                 unread.append(TraceFormatError(file, error.problem))
-            found += 1
-        if not found:
+            is_empty = False
+        if is_empty:
             raise TraceFormatError(
                 path, "holds no manifest.json, no step folders and no trace files"
             )

@@ -99,7 +99,7 @@ def _expected(inputs: StepInputs) -> Coverage:
     if inputs.unfinished:
         coverage.missing.insert(0, f"{inputs.title} {inputs.unfinished}")
     there = {source.lane for source in inputs.files}
-    for worker in inputs.manifest.workers if inputs.manifest else []:
+    for worker in inputs.workers:
         for artifact in worker.artifacts:
             if artifact.status != "skipped":
                 coverage.expected += 1
@@ -168,8 +168,9 @@ def _read_trajectories(
             coverage.lanes.append(source.lane)
         if log is not None:
             coverage.read += 1
-            for one in log.counts:
-                counts[source.lane, one.name].append((one.at_ns - source.offset_ns, one.value))
+            for count in log.counts:
+                sample = (count.at_ns - source.offset_ns, count.value)
+                counts[source.lane, count.name].append(sample)
             yield source, log
 
 

@@ -60,12 +60,13 @@ _MOST_NAMES = 100  # of causes, if names of spans hold ids
 
 def statuses_of(inputs: StepInputs) -> LaterStatuses:
     """Return the last status changes in all trajectory logs of a step."""
-    found: LaterStatuses = {}
+    latest: LaterStatuses = {}
     calls = [(partial(_statuses_in, source), [source]) for source in inputs.logs]
     for statuses in results(calls, inputs.ray):
-        for key, new in () if isinstance(statuses, TraceFormatError) else statuses.items():
-            found[key] = max(found.get(key, new), new)
-    return found
+        if not isinstance(statuses, TraceFormatError):
+            for key, new in statuses.items():
+                latest[key] = max(latest.get(key, new), new)
+    return latest
 
 
 def read_logs(inputs: StepInputs) -> Iterator[tuple[Source, TrajectoryLog | None, list[str]]]:
@@ -75,7 +76,7 @@ def read_logs(inputs: StepInputs) -> Iterator[tuple[Source, TrajectoryLog | None
     sentences on unreadable or unrecorded parts. Statuses are the latest in any log of the step.
     """
     statuses = statuses_of(inputs)
-    calls = [(partial(linked_log, one, inputs.limits, statuses), [one]) for one in inputs.logs]
+    calls = [(partial(linked_log, log, inputs.limits, statuses), [log]) for log in inputs.logs]
     for source, log in zip(inputs.logs, results(calls, inputs.ray), strict=True):
         if isinstance(log, TraceFormatError):
             yield source, None, [str(log)]
@@ -97,11 +98,11 @@ def linked_log(source: Source, limits: Limits, statuses: LaterStatuses) -> Traje
     for place, trajectory in enumerate(log.trajectories):
         if (status := last_status(trajectory, statuses)) != trajectory.status:
             log.trajectories[place] = msgspec.structs.replace(trajectory, status=status)
-    known = {trajectory.id for trajectory in log.trajectories}
+    recorded = {trajectory.id for trajectory in log.trajectories}
     spans: dict[int, SpanRecord] = {}
     depths = {NO_SPAN: 0}
     for span in sorted(log.spans, key=lambda span: span.id):
-        owner = span.trajectory if span.trajectory in known else NO_SPAN
+        owner = span.trajectory if span.trajectory in recorded else NO_SPAN
         around = spans.get(span.parent)
         parent = span.parent if around is not None and around.trajectory == owner else NO_SPAN
         if depths[parent] == MOST_NESTED:
@@ -275,7 +276,7 @@ class Records:
             first, last = self._clipped(record, window)
             if first <= last:
                 numbers[record.id] = len(self.trajectories)
-                found = Trajectory(
+                part = Trajectory(
                     lane=source.lane,
                     said=record,
                     begin_ns=first,
@@ -287,7 +288,7 @@ class Records:
                     whole_log=not (log.cut or log.spans_left_out),
                     failed_in=failed_in.get(record.id),
                 )
-                self.trajectories.append(found)
+                self.trajectories.append(part)
         self._add_blocks(source.lane, log, self._add_spans(log, numbers))
 
     def _clipped(
@@ -307,8 +308,11 @@ class Records:
             number = numbers.get(span.trajectory)
             if number is None:
                 continue
-            own = self.trajectories[number] if number != NO_SPAN else None
-            begin, end = self._clipped(span, (own.begin_ns, own.end_ns) if own else self._window)
+            window = self._window
+            if number != NO_SPAN:
+                owner = self.trajectories[number]
+                window = owner.begin_ns, owner.end_ns
+            begin, end = self._clipped(span, window)
             around = kept[span.id] = self._open_around(kept.get(span.parent, NO_SPAN), begin, end)
             if end < begin:
                 continue
@@ -367,13 +371,16 @@ def blocker(block: Block, names: Mapping[int, str]) -> str:
 
 def _failed_in(log: TrajectoryLog) -> dict[int, str]:
     """Return the span of each failure: the last span that raised, else the last unfinished one."""
-    inner: dict[int, SpanRecord | None] = {
-        one.id: None for one in log.trajectories if one.error and one.status in _WITH_ERROR
-    }
-    for span in log.spans if inner else []:
-        if (span.failed or span.open or span.status) and span.trajectory in inner:
-            known = inner[span.trajectory] or span
-            inner[span.trajectory] = max(
-                known, span, key=lambda one: (one.failed, one.begin_ns, one.id)
-            )
-    return {id: shortened(span.name) if span else "" for id, span in inner.items()}
+    last: dict[int, SpanRecord | None] = {}
+    for trajectory in log.trajectories:
+        if trajectory.error and trajectory.status in _WITH_ERROR:
+            last[trajectory.id] = None
+    if last:
+        for span in log.spans:
+            if span.trajectory in last and (span.failed or span.open or span.status):
+                last[span.trajectory] = max(last[span.trajectory] or span, span, key=_failed_last)
+    return {id: shortened(span.name) if span else "" for id, span in last.items()}
+
+
+def _failed_last(span: SpanRecord) -> tuple[bool, int, int]:
+    return span.failed, span.begin_ns, span.id

@@ -14,14 +14,14 @@ from verl_profiling.steps.records import GENERATE, Records
 
 def requests_by_id(manifest: Manifest) -> dict[str, list[Request]]:
     """Return the requests by their id, sorted by begin; requests without an id are left out."""
-    found: dict[str, list[Request]] = {}
+    by_id: dict[str, list[Request]] = {}
     for worker in manifest.workers:
         for request in worker.requests:
             if request.id:
-                found.setdefault(request.id, []).append(request)
-    for served in found.values():
+                by_id.setdefault(request.id, []).append(request)
+    for served in by_id.values():
         served.sort(key=_begin)
-    return found
+    return by_id
 
 
 def joined(
@@ -36,18 +36,17 @@ def joined(
         spans: (number, request id, begin, end) of each span, in unix ns.
         requests: The requests by id, sorted by begin.
     """
-    found = {}
+    request_of = {}
     for number, id, begin, end in spans:
         served = requests.get(id, [])
         place = bisect_left(served, begin, key=_begin)
         near = served[max(place - 1, 0) : place + 1]
-        common = (
-            (min(one.end_ns, end) - max(one.begin_ns, begin), at) for at, one in enumerate(near)
-        )
-        overlap, best = max(common, default=(-1, 0))
-        if overlap >= 0:
-            found[number] = near[best]
-    return found
+        overlaps = [min(request.end_ns, end) - max(request.begin_ns, begin) for request in near]
+        largest = max(overlaps, default=-1)
+        if largest >= 0:
+            # of two alike, the later one
+            request_of[number] = near[-1 if overlaps[-1] == largest else 0]
+    return request_of
 
 
 def _begin(request: Request) -> int:
@@ -62,22 +61,24 @@ def requests(manifest: Manifest) -> list[RequestRow]:
     """Return the requests of every replica, on the controller's clock."""
     validations = [span for span in manifest.stages if span.name == VALIDATE]
     rows = []
-    for worker, request in [(one, request) for one in manifest.workers for request in one.requests]:
-        known: dict[str, Any] = {
-            name.replace("_ns", "_us"): _since(manifest.begin_ns, value)
-            if name.endswith("_ns")
-            else value
-            for name, value in msgspec.structs.asdict(request).items()
-        }
-        row = RequestRow(
-            **known,
-            worker=worker.name,
-            latency_us=(request.end_ns - request.begin_ns) / 1000,
-            to_first_token_us=_since(request.begin_ns, request.first_token_ns),
-            per_token_us=per_token_us(request),
-            validate=any(span.begin_ns <= request.begin_ns < span.end_ns for span in validations),
-        )
-        rows.append(row)
+    for worker in manifest.workers:
+        for request in worker.requests:
+            fields: dict[str, Any] = {}
+            for name, value in msgspec.structs.asdict(request).items():
+                if name.endswith("_ns"):
+                    fields[name.replace("_ns", "_us")] = _since(manifest.begin_ns, value)
+                else:
+                    fields[name] = value
+            begin_ns = request.begin_ns
+            row = RequestRow(
+                **fields,
+                worker=worker.name,
+                latency_us=(request.end_ns - begin_ns) / 1000,
+                to_first_token_us=_since(begin_ns, request.first_token_ns),
+                per_token_us=per_token_us(request),
+                validate=any(span.begin_ns <= begin_ns < span.end_ns for span in validations),
+            )
+            rows.append(row)
     return rows
 
 

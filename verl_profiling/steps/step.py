@@ -189,6 +189,11 @@ class StepInputs(msgspec.Struct, kw_only=True):
         return [file for file in self.files if file.is_log]
 
     @property
+    def workers(self) -> Sequence[CaptureResult]:
+        """The results of all workers; none without a manifest."""
+        return self.manifest.workers if self.manifest else ()
+
+    @property
     def title(self) -> str:
         """``step 12``, else the name of the single trace, else the name of the folder."""
         step = f"step {self.step}" if self.step is not None else ""

@@ -426,9 +426,9 @@ def _read_end(path: Path, limits: Limits, state: tuple[int, int]) -> dict[str, A
     tail = b""
     for block in Blocks(path, limits):
         tail = block if len(block) >= _TAIL_BYTES else (tail + block)[-_TAIL_BYTES:]
-    found = _BASE_BEHIND.findall(tail)
+    values = _BASE_BEHIND.findall(tail)
     try:
-        return {_BASE: json.loads(found[-1])} if found else {}
+        return {_BASE: json.loads(values[-1])} if values else {}
     except (ValueError, RecursionError) as error:
         raise TraceFormatError(path, f"{_BASE} is no number ({error})") from error
 

@@ -151,7 +151,7 @@ def _write_trace(
     with whole_file(job.output) as output, packed(output) as file:
         try:
             for events in trace.chunks():
-                if not processes.known:
+                if not processes.new_pids:
                     processes.find_host(events)
                 base_ns = trace.base_ns - job.source.offset_ns
                 kept = job.keep.select(events, base_ns)
@@ -189,13 +189,13 @@ def _relocate(events: list[Event], processes: Processes, shift_ns: int, index: i
     """
     whole_us, rest_ns = map(float, divmod(shift_ns, 1000))
     first_id = index * ID_STRIDE
-    known = processes.known.get
+    pid_of = processes.new_pids.get
     timed = []
     for event in events:
         if event.ph == "M":
             processes.note(event)
             continue
-        event.pid = known(event.pid) or processes.assign(event)
+        event.pid = pid_of(event.pid) or processes.assign(event)
         if (ts := event.ts) is not None:
             event.ts = ((ts + whole_us) * 1000.0 + rest_ns + _ONES - _ONES) / 1000.0
         if (old := event.id) is not None:
@@ -291,8 +291,9 @@ class _Drawn:
         """Yield counter events: counters of the log, and running trajectories."""
         for count in self._log.counts:
             yield self._count(count.name, count.at_ns, "count", count.value)
-        changes = Counter(one.begin_ns for one in self._log.trajectories)
-        changes.subtract(one.end_ns for one in self._log.trajectories)
+        trajectories = self._log.trajectories
+        changes = Counter(trajectory.begin_ns for trajectory in trajectories)
+        changes.subtract(trajectory.end_ns for trajectory in trajectories)
         running = 0
         for at_ns in sorted(changes):
             running += changes[at_ns]
@@ -307,23 +308,20 @@ class _Drawn:
     def arrows(self) -> Iterator[Event]:
         """Yield both ends of the arrows from spans to their requests in the timeline."""
         job, offset_ns = self._job, self._job.source.offset_ns
-        spans = {
-            one.id: (one, row)
-            for one, row in self.placed
-            if isinstance(one, SpanRecord) and one.request
-        }
-        ends = (
-            (number, one.request, one.begin_ns - offset_ns, one.end_ns - offset_ns)
-            for number, (one, _) in spans.items()
-        )
+        spans: dict[int, tuple[SpanRecord, int]] = {}
+        ends = []
+        for span, row in self.placed:
+            if isinstance(span, SpanRecord) and span.request:
+                spans[span.id] = span, row
+                times = span.begin_ns - offset_ns, span.end_ns - offset_ns
+                ends.append((span.id, span.request, *times))
         for place, (number, request) in enumerate(joined(ends, job.requests).items()):
             if head := job.places.get((request.id, request.begin_ns)):
                 span, row = spans[number]
                 from_ns = max(span.begin_ns - offset_ns, job.base_ns)
+                arrow = job.index * ID_STRIDE + place
                 tail = self.pid, row + 1
-                yield from request_arrow(
-                    job.index * ID_STRIDE + place, tail, from_ns, request, head, job.base_ns
-                )
+                yield from request_arrow(arrow, tail, from_ns, request, head, job.base_ns)
 
 
 def _about_trajectory(record: TrajectoryRecord) -> dict[str, object]:
@@ -341,8 +339,11 @@ def _trajectory_name(trajectory: TrajectoryRecord) -> str:
     """Return the title of a trajectory: ``g12/3``, ``g12/4 (failed)``, ``g13/0 (validate)``."""
     group = trajectory.group or f"trajectory {trajectory.id}"
     name = group if trajectory.sample is None else f"{group}/{trajectory.sample}"
-    status = [trajectory.status] * (trajectory.status != "done")
-    said = ["validate"] * (trajectory.facts.get("validate") is True) + status
+    said = []
+    if trajectory.facts.get("validate") is True:
+        said.append("validate")
+    if trajectory.status != "done":
+        said.append(trajectory.status)
     return f"{shortened(name)} ({shortened(', '.join(said))})" if said else shortened(name)
 
 
@@ -362,21 +363,22 @@ def lay_out(
     names: list[str] = []
     placed: list[tuple[_Record, int]] = []
     for name, owners in _groups(log):
-        nested = [_nested(*records, is_wanted=is_wanted) for records in owners]
-        parts = [(records, below) for records, below in nested if records]
-        spans = [
-            (min(r.begin_ns for r in records), max(r.end_ns for r in records))
-            for records, _ in parts
-        ]
-        packed = packed_rows(spans)
-        heights = [0] * (max(packed, default=-1) + 1)
-        for row, (_, below) in zip(packed, parts, strict=True):
+        parts = []
+        spans = []
+        for owner in owners:
+            records, below = _nested(*owner, is_wanted=is_wanted)
+            if records:
+                parts.append((records, below))
+                begins = [record.begin_ns for record in records]
+                spans.append((min(begins), max(record.end_ns for record in records)))
+        rows = packed_rows(spans)
+        heights = [0] * (max(rows, default=-1) + 1)
+        for row, (_, below) in zip(rows, parts, strict=True):
             heights[row] = max(heights[row], max(below) + 1)
         firsts = list(accumulate(heights, initial=len(names)))
-        for row, (records, below) in zip(packed, parts, strict=True):
-            placed += [
-                (record, firsts[row] + place) for record, place in zip(records, below, strict=True)
-            ]
+        for row, (records, below) in zip(rows, parts, strict=True):
+            places = (firsts[row] + place for place in below)
+            placed += zip(records, places, strict=True)
         for number, height in enumerate(heights):
             named = name if len(heights) == 1 else f"{name} {number}"
             names += [named if part == 1 else f"{named}.{part}" for part in range(1, height + 1)]
@@ -391,7 +393,7 @@ def _groups(log: TrajectoryLog) -> Iterator[tuple[str, list[list[Any]]]]:
         blocks.setdefault(block.loop, []).append([block])
     for loop, blocked in blocks.items():
         yield f"loop {loops.get(loop) or loop} blocked", blocked
-    trajectories: dict[int, list[Any]] = {one.id: [one] for one in log.trajectories}
+    trajectories: dict[int, list[Any]] = {record.id: [record] for record in log.trajectories}
     outside: list[list[Any]] = []
     around: dict[int, list[Any]] = {}  # by the id of each span
     for span in log.spans:
@@ -415,8 +417,8 @@ def _nested(
     """
     wanted = sorted(filter(is_wanted, spans), key=lambda span: (span.begin_ns, -span.end_ns))
     by_id = {span.id: span for span in wanted}
-    found = [head, *wanted]
-    rows = nested_rows(found, lambda span, around: around is by_id.get(span.parent, head))
+    records = [head, *wanted]
+    rows = nested_rows(records, lambda span, around: around is by_id.get(span.parent, head))
     if is_wanted(head):
-        return found, rows
+        return records, rows
     return wanted, rows[1:]

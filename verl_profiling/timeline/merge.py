@@ -164,8 +164,7 @@ def _join(
                 path_slices = path_events(critical_path(), base_ns)
             except Exception as error:
                 problems.append(f"no critical path: {type(error).__name__}: {error}")
-            workers = inputs.manifest.workers if inputs.manifest else []
-            requests_of = (request_events(one, pids[one.name], base_ns) for one in workers)
+            requests_of = (request_events(w, pids[w.name], base_ns) for w in inputs.workers)
             for drawn in chain([path_slices], requests_of):
                 kept = keep.select(drawn, base_ns)
                 left_out += len(drawn) - len(kept)
@@ -205,14 +204,13 @@ def _plan(
     for source in inputs.files:
         lanes.setdefault(source.lane, (len(lanes) + 2) * LANE_PIDS)
         pids.setdefault(source.worker, lanes[source.lane])
-    workers = inputs.manifest.workers if inputs.manifest else []
     last = max(lanes.values(), default=LANE_PIDS)
-    for number, worker in enumerate(workers, 1):
+    for number, worker in enumerate(inputs.workers, 1):
         pids.setdefault(worker.name, last + number * LANE_PIDS)
     requests = requests_by_id(inputs.manifest) if inputs.manifest else {}
     places = {
         (request.id, request.begin_ns): (pids[worker.name] + REQUESTS_PID, row + 1)
-        for worker in workers
+        for worker in inputs.workers
         for request, row in zip(worker.requests, request_rows(worker), strict=True)
         if keep.holds(request.begin_ns, request.end_ns)
     }
@@ -299,12 +297,10 @@ def stage_windows(inputs: StepInputs, names: Iterable[str]) -> tuple[tuple[int, 
     stages = inputs.manifest.stages if inputs.manifest else []
     for name in names:
         if name not in {stage.name for stage in stages}:
-            known = (
-                choices_hint(name, {stage.name for stage in stages})
-                if stages
-                else "it has no stages"
-            )
-            raise ConfigError("--stages", f"{inputs.title} has no stage {name!r}; {known}")
+            hint = "it has no stages"
+            if stages:
+                hint = choices_hint(name, {stage.name for stage in stages})
+            raise ConfigError("--stages", f"{inputs.title} has no stage {name!r}; {hint}")
     wanted = set(names)
     return tuple((stage.begin_ns, stage.end_ns) for stage in stages if stage.name in wanted)
 
@@ -320,8 +316,8 @@ def select_ranks(inputs: StepInputs, ranks: str) -> StepInputs:
     wanted = parse_ranks(ranks, "--ranks") or frozenset()
     files = [file for file in inputs.files if file.rank in wanted]
     if not files:
-        known = sorted({file.rank for file in inputs.files})
-        raise ConfigError("--ranks", f"{ranks!r} selects nothing; there are ranks {known}")
+        choices = sorted({file.rank for file in inputs.files})
+        raise ConfigError("--ranks", f"{ranks!r} selects nothing; there are ranks {choices}")
     return msgspec.structs.replace(inputs, files=files)
 
 

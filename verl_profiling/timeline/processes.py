@@ -119,7 +119,7 @@ class Processes:
     Processes beyond the ids of a lane share the last id of the lane.
 
     Attributes:
-        known: Process ids of the timeline by the ids of the trace.
+        new_pids: Process ids of the timeline by the ids of the trace.
     """
 
     def __init__(self, pid: int, title: str, lane_index: int) -> None:
@@ -130,7 +130,7 @@ class Processes:
             title: Title of the lane.
             lane_index: Index of the trace among the traces of the lane.
         """
-        self.known: dict[int | str | None, int] = {}
+        self.new_pids: dict[int | str | None, int] = {}
         self._pid = pid
         self._title = title
         self._host: int | str | None = None
@@ -169,7 +169,7 @@ class Processes:
             name = f"{title} {event.cat if event.cat == _OVERHEAD else old}"
             if new == self._pid + _LAST_OTHER:
                 name = f"{title} … more processes"
-        self.known[old] = new
+        self.new_pids[old] = new
         self._titles[new] = name
         return new
 
@@ -190,7 +190,7 @@ class Processes:
         events: list[Event] = []
         said: dict[int, dict[str, str]] = {}
         for event in self._metadata.values():
-            if (new := self.known.get(event.pid)) is None:
+            if (new := self.new_pids.get(event.pid)) is None:
                 continue
             word = _WORDS.get(event.name, "")
             if event.name not in _PROCESS_METADATA:
@@ -360,10 +360,9 @@ def _slices(request: Request, draw: Callable[..., Event]) -> Iterator[Event]:
         "preemptions": request.preemptions,
         "policy_version": request.policy_version,
     }
-    known = {name: value for name, value in facts.items() if value is not None}
-    yield draw(
-        f"request ({request.response_tokens} tokens)", request.begin_ns, request.end_ns, about=known
-    )
+    about = {name: value for name, value in facts.items() if value is not None}
+    title = f"request ({request.response_tokens} tokens)"
+    yield draw(title, request.begin_ns, request.end_ns, about=about)
     parts = request.parts()
     if len(parts) > 1:
         yield from (draw(*part) for part in parts)

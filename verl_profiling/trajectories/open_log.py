@@ -80,61 +80,61 @@ class OpenLog:
         spans, self.spans = self.spans, []
         trajectories, self.trajectories = self.trajectories, []
         numbers = {
-            id(found): number for part in (trajectories, spans) for number, found in enumerate(part)
+            id(span): number for part in (trajectories, spans) for number, span in enumerate(part)
         }
         return TrajectoryLog(
             lane=lane,
             begin_ns=self._begin_ns,
             end_ns=self._end_ns,
             loops=self.lag.loops(),
-            trajectories=[self._trajectory(found, numbers) for found in trajectories],
-            spans=[self._span(found, numbers) for found in spans],
+            trajectories=[self._trajectory(span, numbers) for span in trajectories],
+            spans=[self._span(span, numbers) for span in spans],
             blocks=self.lag.blocks,
             statuses=[
-                StatusChange(_text(one.group), _sample(one.sample), _text(one.status), one.at_ns)
-                for one in self.statuses
+                StatusChange(_text(new.group), _sample(new.sample), _text(new.status), new.at_ns)
+                for new in self.statuses
             ],
             counts=self.counts,
             spans_left_out=self._left_out[Span],
             trajectories_left_out=self._left_out[Trajectory],
         )
 
-    def _trajectory(self, found: Trajectory, numbers: Mapping[int, int]) -> TrajectoryRecord:
-        ended = 0 < found.end_ns <= self._end_ns
+    def _trajectory(self, trajectory: Trajectory, numbers: Mapping[int, int]) -> TrajectoryRecord:
+        ended = 0 < trajectory.end_ns <= self._end_ns
         return TrajectoryRecord(
-            numbers[id(found)],
-            _text(found.group),
-            _sample(found.sample),
-            found.begin_ns,
-            found.end_ns if ended else self._end_ns,
-            (_text(found.status) or "done") if ended else "running",
-            self.lag.number(found.running_loop),
-            _text(found.error),
-            _facts(found.facts),
+            numbers[id(trajectory)],
+            _text(trajectory.group),
+            _sample(trajectory.sample),
+            trajectory.begin_ns,
+            trajectory.end_ns if ended else self._end_ns,
+            (_text(trajectory.status) or "done") if ended else "running",
+            self.lag.number(trajectory.running_loop),
+            _text(trajectory.error),
+            _facts(trajectory.facts),
         )
 
-    def _span(self, found: Span, numbers: Mapping[int, int]) -> SpanRecord:
-        owner, around = found.trajectory, found.parent
+    def _span(self, span: Span, numbers: Mapping[int, int]) -> SpanRecord:
+        owner, around = span.trajectory, span.parent
         limit_ns = self._end_ns
         if owner is not None and owner.end_ns:
             limit_ns = min(limit_ns, owner.end_ns)
-        ended = 0 < found.end_ns <= limit_ns
+        ended = 0 < span.end_ns <= limit_ns
         while around is not None and around is not owner and id(around) not in numbers:
             around = around.parent
         return SpanRecord(
-            numbers[id(found)],
+            numbers[id(span)],
             NO_SPAN if owner is None else numbers.get(id(owner), NO_SPAN),
             NO_SPAN if around is None or around is owner else numbers[id(around)],
-            _text(found.name),
-            found.begin_ns,
-            found.end_ns if ended else max(limit_ns, found.begin_ns),
-            self._threads.get(found.thread) or found.thread,
-            NO_SPAN if found.loop is None else found.loop.record.id,
-            ended and found.status == FAILED,
-            _text(found.request),
-            _facts(found.facts),
+            _text(span.name),
+            span.begin_ns,
+            span.end_ns if ended else max(limit_ns, span.begin_ns),
+            self._threads.get(span.thread) or span.thread,
+            NO_SPAN if span.loop is None else span.loop.record.id,
+            ended and span.status == FAILED,
+            _text(span.request),
+            _facts(span.facts),
             not ended,
-            found.status if ended and found.status in LEFT else "",
+            span.status if ended and span.status in LEFT else "",
         )
 
 
