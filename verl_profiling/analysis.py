@@ -24,8 +24,6 @@ from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
 from verl_profiling.files.opener import read_small, real_folder
 from verl_profiling.files.run_files import known_run, never_came, read_run
 from verl_profiling.manifest import Manifest, RunInfo
-from verl_profiling.report.html import NotebookReport
-from verl_profiling.report.model import Report
 from verl_profiling.steps.check import CheckResult, check
 from verl_profiling.steps.content import Limits
 from verl_profiling.steps.inputs import steps_of, the_run
@@ -40,6 +38,7 @@ if TYPE_CHECKING:
 
     from verl_profiling.predict.prediction import Prediction
     from verl_profiling.predict.segments import Graph
+    from verl_profiling.report.model import Report
     from verl_profiling.steps.lanes import Lane
 
 __all__ = [
@@ -184,6 +183,8 @@ def saved_report(path: str | os.PathLike[str]) -> Report | None:
     file = Path(path)
     if not (file.is_file() and file.name.startswith("report") and file.suffix == ".json"):
         return None
+    from verl_profiling.report.html import NotebookReport  # merge and check need no report
+
     try:
         return msgspec.json.decode(read_small(file.resolve()), type=NotebookReport)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
