@@ -14,7 +14,9 @@ from itertools import count
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
+from verl_profiling.slices.intervals import Ints, Spans, nesting_of
 from verl_profiling.steps.trace import Event
 from verl_profiling.timeline.processes import metadata
 
@@ -52,27 +54,29 @@ class Overlaps:
 
     def find(self) -> bool:
         """Return whether slices have to move, after all slices were added."""
-        rows, row = list(self._numbers), -1
-        opened: list[list[int]] = []  # ends of the open slices of each level, the innermost last
-        for number, begin_ns, end_ns in self._in_order():
-            if number != row:
-                row, opened = number, []
-            if level := _level(opened, begin_ns, end_ns):
-                further = self._first_tid + min(len(self._tids), _ROWS_PER_TRACE - 1)
-                tid = self._tids.setdefault((rows[row], level), further)
-                self._moved[rows[row], begin_ns, end_ns] = self._flows[rows[row], begin_ns] = tid
+        spans = np.empty((len(self._rows), 2), np.int64)
+        spans[:, 0] = np.rint(np.frombuffer(self._begins_us) * 1000)
+        spans[:, 1] = spans[:, 0] + np.rint(np.frombuffer(self._took_us) * 1000)
+        numbers = np.frombuffer(self._rows, np.int32)
+        nesting = nesting_of(spans, numbers)
+        if not nesting.nests:
+            self._place(spans, numbers, nesting.order)
         return bool(self._moved)
 
-    def _in_order(self) -> Iterator[tuple[int, int, int]]:
-        """Yield row, begin and end of the slices, by row and begin, longer ones first."""
-        begins = np.rint(np.array(self._begins_us) * 1000).astype(np.int64)
-        ends = begins + np.rint(np.array(self._took_us) * 1000).astype(np.int64)
-        numbers = np.array(self._rows, np.int32)
-        order = np.lexsort((-ends, begins, numbers))
+    def _place(self, spans: Spans, numbers: NDArray[np.int32], order: Ints) -> None:
+        """Find the levels of all slices, by row and begin, longer ones first."""
+        rows, row = list(self._numbers), -1
+        opened: list[list[int]] = []  # ends of the open slices of each level, the innermost last
         for batch in np.array_split(order, len(order) // _BATCH + 1):
-            yield from zip(
-                *(column[batch].tolist() for column in (numbers, begins, ends)), strict=True
-            )
+            columns = (numbers[batch].tolist(), *spans[batch].T.tolist())
+            for number, begin_ns, end_ns in zip(*columns, strict=True):
+                if number != row:
+                    row, opened = number, []
+                if level := _level(opened, begin_ns, end_ns):
+                    further = self._first_tid + min(len(self._tids), _ROWS_PER_TRACE - 1)
+                    tid = self._tids.setdefault((rows[row], level), further)
+                    self._moved[rows[row], begin_ns, end_ns] = tid
+                    self._flows[rows[row], begin_ns] = tid
 
     def move(self, events: list[Event]) -> None:
         """Change the threads of the slices that move,
