@@ -53,7 +53,8 @@ def test_the_terminal_shows_the_history_and_says_how_to_capture(
     assert main(["report", str(run)]) == EXIT_OK
     said = capsys.readouterr().out
     for text in (
-        "a run: no step was captured",
+        "a run: has no run.json; last step logged ",
+        "no capture so far",
         "step 19: 9.50 s, median 9.50 s of 20 steps",
         "actor_rank2 +500 ms",
         "tool:search",

@@ -1,11 +1,12 @@
-"""Common parts of the commands that read steps: options, and reading step by step with warnings."""
+"""Common parts of the commands that read runs and steps: options, and reading with warnings."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -16,10 +17,19 @@ from verl_profiling.commands import local_path, option
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.opener import clear_leftovers
 from verl_profiling.files.step_summary import StepSummary
-from verl_profiling.files.watch_log import latest_step, read_watch_log
+from verl_profiling.files.watch_log import WATCH_LOG, latest_step, read_watch_log
+from verl_profiling.manifest import RUN_NAME, RunInfo
 from verl_profiling.report.model import Report
-from verl_profiling.report.watch_frame import logged_steps
-from verl_profiling.units import visible
+from verl_profiling.report.watch_frame import (
+    RunView,
+    captures_so_far,
+    logged_steps,
+    thresholds_of,
+    varying_stages,
+)
+from verl_profiling.units import duration, visible
+
+_CAPTURES = 5
 
 
 def add_paths(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +39,8 @@ def add_paths(parser: argparse.ArgumentParser) -> None:
         type=local_path,
         nargs="+",
         metavar="PATH",
-        help="step folder, run folder, trace, or folder of traces; several traces or "
-        "folders of them are one "
-        "capture",
+        help="step folder, run folder, trace, or folder of traces; several traces or folders of "
+        "them are one capture",
     )
 
 
@@ -44,9 +53,8 @@ def add_communication(parser: argparse.ArgumentParser) -> None:
 def add_ray(parser: argparse.ArgumentParser) -> None:
     """Add the option ``--ray``."""
     help = (
-        "read each trace on the node of a Ray cluster that has it; without an address, in "
-        "the cluster that "
-        "runs here"
+        "read each trace on the node of a Ray cluster that has it; without an address, in the "
+        "cluster that runs here"
     )
     option(parser, "--ray [ADDRESS]", help, const="auto")
 
@@ -126,6 +134,47 @@ def watched(run: Path) -> tuple[list[StepSummary], str]:
         warn(str(error))
         return [], ""
     return logged_steps(lines), "".join(line.hangs for line in latest_step(lines))
+
+
+def run_view(
+    run: Path, info: RunInfo | None, steps: Sequence[StepSummary], hangs: str, note: str = ""
+) -> RunView:
+    """Return a run as it is now.
+
+    Args:
+        run: The run's folder.
+        info: The content of its ``run.json``; ``None`` without a readable one.
+        steps: The steps in its watch log.
+        hangs: A sentence on the step that hangs; empty if none does.
+        note: Advice on the run.
+    """
+    over = "" if info is None else info.over
+    is_gone = info is not None and bool(over) and info.end_ns is None
+    captures, latest = captures_so_far(run, _CAPTURES)
+    return RunView(
+        run=run,
+        state=_state(run, info, over, hangs),
+        hangs=hangs,
+        is_over=bool(over),
+        is_well=not hangs and not is_gone,
+        watch=steps,
+        varying=varying_stages(steps, thresholds_of(info)),
+        captures=captures,
+        latest=latest,
+        note=note,
+    )
+
+
+def _state(run: Path, info: RunInfo | None, over: str, hangs: str) -> str:
+    """Return the state of the job, and when its watch logged last, as text."""
+    logged = "no step logged yet"
+    with suppress(OSError):  # the log does not exist, or was just rotated
+        quiet_s = time.time() - (run / WATCH_LOG).stat().st_mtime
+        subject = "hang" if hangs else "last step"
+        logged = f"{subject} logged {duration(max(round(quiet_s), 0))} ago"
+    if info is None:
+        return f"has no {RUN_NAME}; {logged}"
+    return f"{over}; {logged}" if over else f"{info.process}, {logged}"
 
 
 def warn(problem: str) -> None:

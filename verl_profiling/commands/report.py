@@ -23,6 +23,7 @@ from verl_profiling.commands.common import (
     add_communication,
     add_paths,
     add_ray,
+    run_view,
     warn,
     watched,
 )
@@ -42,8 +43,6 @@ from verl_profiling.report.watch_frame import (
     STEP,
     RunView,
     seconds_of,
-    thresholds_of,
-    varying_stages,
     watch_frame,
     watch_sentence,
 )
@@ -144,15 +143,8 @@ def _show_run(run: Path, steps: _Steps, arguments: argparse.Namespace) -> list[P
     history, hangs = watched(run)
     steps.sort(key=lambda of_step: of_step[1].step or 0)
     reports = [report for _, report in steps]
-    view = RunView(
-        run=run,
-        state=counted(len(steps), "captured step") if steps else "no step was captured",
-        hangs=hangs,
-        is_well=bool(steps) and not hangs,
-        watch=history,
-        varying=varying_stages(history, thresholds_of(known_run(run))),
-        note="" if steps else how_to_capture(run),
-    )
+    note = "" if steps else how_to_capture(run)
+    view = run_view(run, known_run(run), history, hangs, note)
     if arguments.json:
         if history or hangs or not steps:
             print_json(view)

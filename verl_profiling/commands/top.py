@@ -19,25 +19,21 @@ from rich.console import Console
 from rich.live import Live
 
 from verl_profiling.commands import add_json, at_least_0, local_path, option, print_json
+from verl_profiling.commands.common import run_view
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.run_files import read_run
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_log import WATCH_LOG, WatchLogReader, has_watch_log, latest_step
-from verl_profiling.manifest import RUN_NAME, RunInfo
+from verl_profiling.manifest import RunInfo
 from verl_profiling.report.terminal import fitting_console
 from verl_profiling.report.watch_frame import (
     RunView,
-    captures_so_far,
     logged_steps,
-    thresholds_of,
-    varying_stages,
     watch_frame,
 )
 from verl_profiling.steps.inputs import the_run
-from verl_profiling.units import duration
 
 _STEPS = 200
-_CAPTURES = 5
 _FASTEST_S = 0.1
 
 
@@ -114,8 +110,7 @@ class LiveRun:
         if not (has_watch_log(run) or ((info := read_run(run)) and info.is_watched)):
             raise TraceFormatError(
                 run,
-                f"has no {WATCH_LOG}; start the run with watch.enable=true to have its "
-                "steps logged",
+                f"has no {WATCH_LOG}; start the run with watch.enable=true to log its steps",
             )
 
     def read(self) -> RunView:
@@ -127,21 +122,8 @@ class LiveRun:
             if not self._may_fail:
                 raise
             self._may_fail = False
-        info = self._info
         hangs = "".join(line.hangs for line in self._latest)
-        over = "" if info is None else info.over
-        captures, latest = captures_so_far(self.run, _CAPTURES)
-        return RunView(
-            run=self.run,
-            state=self._state(over, hangs),
-            hangs=hangs,
-            is_over=bool(over),
-            is_well=not hangs and not (over and info and info.end_ns is None),
-            watch=self._steps,
-            varying=varying_stages(self._steps, thresholds_of(info)),
-            captures=captures,
-            latest=latest,
-        )
+        return run_view(self.run, self._info, self._steps, hangs)
 
     def _read(self) -> None:
         lines: list[StepSummary] = []
@@ -151,14 +133,3 @@ class LiveRun:
             self._steps = logged_steps(lines, self._steps)[-_STEPS:]
             self._latest = latest_step([*self._latest, *lines])
         self._info = read_run(self.run)
-
-    def _state(self, over: str, hangs: str) -> str:
-        """Return the state of the job, and when its watch logged last, as text."""
-        logged = "no step logged yet"
-        with suppress(OSError):  # the log does not exist, or was just rotated
-            quiet_s = time.time() - (self.run / WATCH_LOG).stat().st_mtime
-            subject = "hang" if hangs else "last step"
-            logged = f"{subject} logged {duration(max(round(quiet_s), 0))} ago"
-        if self._info is None:
-            return f"has no {RUN_NAME}; {logged}"
-        return f"{over}; {logged}" if over else f"{self._info.process}, {logged}"
