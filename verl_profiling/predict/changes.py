@@ -22,7 +22,7 @@ from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.numbers.lost import ROLLOUT
 from verl_profiling.predict.kernels import KERNEL
-from verl_profiling.predict.path import Chains, Replay, replay
+from verl_profiling.predict.path import Replay, replay
 from verl_profiling.predict.segments import LAG_BY, WORK, Graph
 from verl_profiling.slices.intervals import length, time_of
 from verl_profiling.steps.records import LOOP_LAG, OTHERS, UNKNOWN
@@ -188,12 +188,11 @@ class Baseline:
         causes = blocked.keys() - {OTHERS, UNKNOWN}
         self.blocked = {name: blocked[name] for name in causes if not name.startswith(WAIT)}
 
-    def replay(self, changes: Changes, chains: Chains | None = None, waits: float = 1.0) -> Replay:
+    def replay(self, changes: Changes, waits: float = 1.0) -> Replay:
         """Return the replay of the step with all changes but replicas and steps ahead.
 
         Args:
             changes: The changes.
-            chains: The graph with joined segments, which replays faster with the same result.
             waits: Factor of the waits for something unknown.
 
         Raises:
@@ -202,12 +201,8 @@ class Baseline:
         took_ns, delay_ns = self._times_ns(changes)
         for at in self.waits:
             took_ns[at] = round(took_ns[at] * waits)
-        graph = self.graph
         after = [one.after for one in self.graph.segments]
-        if chains is not None:
-            graph, after = chains.graph, list(chains.after)
-            took_ns, delay_ns = chains.times(took_ns, delay_ns)
-        graph = graph.with_polls([changes.scale.get(POLLING, 1.0)] * len(self._took_ns))
+        graph = self.graph.with_polls([changes.scale.get(POLLING, 1.0)] * len(self._took_ns))
         found = replay(graph, took_ns, delay_ns, after)
         if changes.no_tail is None:
             return found

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import chain
 from typing import NamedTuple
-
-import numpy as np
 
 from verl_profiling.errors import ConfigError
 from verl_profiling.predict.segments import Graph
-from verl_profiling.slices.intervals import Ints
 
 _MOST_STEPS = 50  # until all steps are alike
 
@@ -45,30 +40,6 @@ class Replay(NamedTuple):
     def span_ns(self) -> int:
         """Duration of the step."""
         return self.end_ns[self.graph.last] - self.graph.begin_ns
-
-
-class Chains(NamedTuple):
-    """A graph in which the last one of segments that only follow each other stands for all of them.
-
-    Attributes:
-        graph: The graph without the other segments in its order; its replay takes as long as that
-            of the whole graph.
-        first: The first segment of the chain of each segment.
-        after: Edges to the chain of each last segment.
-    """
-
-    graph: Graph
-    first: Ints
-    after: list[list[int]]
-
-    def times(self, took_ns: Sequence[int], delay_ns: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the duration of each chain, and the delay before it,
-        from those of all segments.
-        """
-        delays = np.array(delay_ns)
-        whole = np.bincount(self.first, np.array(took_ns) + delays)
-        first = delays[self.first]
-        return (whole[self.first] - first).astype(np.int64).tolist(), first.tolist()
 
 
 class _Queue(NamedTuple):
@@ -172,10 +143,21 @@ class _Schedule:
         self._graph, self._took_ns, self._delay_ns, self._after = graph, took_ns, delay_ns, after
         if any(one.queue for one in graph.segments):
             self._with_queues()
-        else:  # the recorded order is one after changes, too
-            self.order = graph.order
-            for at in graph.order:
-                self._end(at, self._ready_ns(at))
+        else:
+            self._in_recorded_order()
+
+    def _in_recorded_order(self) -> None:
+        """Play all segments in the recorded order, which is one after changes, too."""
+        self.order, polls = self._graph.order, self._graph.polls
+        end_ns, took_ns, delay_ns = self.end_ns, self._took_ns, self._delay_ns
+        for at in self.order:
+            before = self._after[at]
+            # Most segments follow one other, and a report replays all of them some 20 times.
+            ready_ns = end_ns[before[0]] if len(before) == 1 else self._ready_ns(at)
+            if at in polls:
+                self._end(at, ready_ns)
+            else:
+                end_ns[at] = ready_ns + delay_ns[at] + took_ns[at]
 
     def _ready_ns(self, at: int) -> int:
         """Return when all edges to a segment have ended."""
@@ -183,8 +165,8 @@ class _Schedule:
 
     def _end(self, at: int, ready_ns: int) -> None:
         """Set the end of a segment that may begin."""
-        begin_ns, polls = ready_ns + self._delay_ns[at], self._graph.polls
-        if polls and self._took_ns[at] and (poll := polls.get(at)):
+        begin_ns, poll = ready_ns + self._delay_ns[at], self._graph.polls.get(at)
+        if poll and self._took_ns[at]:
             self._took_ns[at] = poll.left_ns(begin_ns - self.end_ns[poll.after])
         self.end_ns[at] = begin_ns + self._took_ns[at]
 
@@ -263,39 +245,6 @@ class _Schedule:
         if at in self._graph.behind:
             since_ns = max(since_ns, self._entered_ns[self._graph.behind[at]])
         heappush(self._events, (since_ns, self._place[at], at, False))
-
-
-def chains_of(graph: Graph) -> Chains:
-    """Return a graph in which the last one of segments that only follow each other stands for all
-    of them.
-
-    Segments with a queue, a release, a poll, or carried work, and ends of a rollout, stay apart.
-    """
-    after = [one.after for one in graph.segments]
-    followers = Counter(chain.from_iterable(after))
-    apart = {at for at, one in enumerate(graph.segments) if one.queue or one.releases}
-    apart |= {*graph.polls, *graph.tails, *(one.segment for one in graph.carried)}
-    ends = {
-        graph.last,
-        *(poll.after for poll in graph.polls.values()),
-        *(one.mark for one in graph.carried),
-    }
-    ends |= apart.union(*graph.tails.values())
-    first, joined = list(range(len(after))), set[int]()
-    for at in graph.order:
-        before = graph.segments[at].after
-        if (
-            len(before) == 1
-            and followers[before[0]] == 1
-            and at not in apart
-            and before[0] not in ends
-        ):
-            first[at] = first[before[0]]
-            joined.add(before[0])
-            after[at] = after[before[0]]
-            after[before[0]] = []
-    order = [at for at in graph.order if at not in joined]
-    return Chains(replace(graph, order=order), np.array(first), after)
 
 
 def critical_path(replayed: Replay, last: int | None = None) -> list[PathPart]:

@@ -20,7 +20,6 @@ from verl_profiling.predict.changes import TOOL, Baseline, Changes, tool_name
 from verl_profiling.predict.path import (
     PathPart,
     Replay,
-    chains_of,
     critical_path,
     replay,
     slacks_ns,
@@ -267,10 +266,10 @@ def _helps(baseline: Baseline, found: Replay, changes: Changes) -> list[HelpRow]
         found: The step with the changes so far.
         changes: The changes so far.
     """
-    rows, chains, span_ns = list[HelpRow](), chains_of(baseline.graph), found.span_ns
+    rows, span_ns = list[HelpRow](), found.span_ns
     for stage, words, more in _candidates(baseline, found):
         both = changes.with_more(more)
-        predicted_ns = baseline.replay(both, chains).span_ns
+        predicted_ns = baseline.replay(both).span_ns
         share = (predicted_ns - span_ns) / max(span_ns, 1)
         if share >= -_LEAST_SHARE:
             continue
