@@ -168,22 +168,23 @@ class Baseline:
 
     def __init__(self, graph: Graph, timed_ns: Mapping[int, int] = {}) -> None:
         self.graph = graph
-        self._took_ns = [timed_ns.get(at, one.recorded_ns) for at, one in enumerate(graph.segments)]
+        self._took_ns = [
+            timed_ns.get(at, segment.recorded_ns) for at, segment in enumerate(graph.segments)
+        ]
         workers = Counter(graph.parts)
         self.balanced = sorted({name for (_, name, _), many in workers.items() if many > 1})
-        self.waits = [at for at, one in enumerate(graph.segments) if one.waits]
+        self.waits = [at for at, segment in enumerate(graph.segments) if segment.waits]
         calls, whole = defaultdict[str, dict[int, int]](dict), set[str]()
         blocked = defaultdict[str, list[int]](list)
-        for at, one in enumerate(graph.segments):
-            work = () if one.waits else one.calls
+        for at, segment in enumerate(graph.segments):
+            work = () if segment.waits else segment.calls
             for name, call_ns in reversed(work):
                 calls[tool_name(name)][at] = call_ns
-                if not one.kind.startswith(
-                    LOOP_LAG
-                ):  # lag is no call, but goes with those that cause it
+                # Lag is no call, but goes with those that cause it.
+                if not segment.kind.startswith(LOOP_LAG):
                     whole.add(tool_name(name))
-            if one.kind.startswith(LAG_BY):
-                blocked[tool_name(one.kind.removeprefix(LAG_BY))].append(at)
+            if segment.kind.startswith(LAG_BY):
+                blocked[tool_name(segment.kind.removeprefix(LAG_BY))].append(at)
         self.calls = {name: calls[name] for name in whole - {OTHERS} if not name.startswith(WAIT)}
         causes = blocked.keys() - {OTHERS, UNKNOWN}
         self.blocked = {name: blocked[name] for name in causes if not name.startswith(WAIT)}
@@ -203,12 +204,12 @@ class Baseline:
             took_ns[at] = round(took_ns[at] * waits)
         after = [one.after for one in self.graph.segments]
         graph = self.graph.with_polls([changes.scale.get(POLLING, 1.0)] * len(self._took_ns))
-        found = replay(graph, took_ns, delay_ns, after)
+        replayed = replay(graph, took_ns, delay_ns, after)
         if changes.no_tail is None:
-            return found
+            return replayed
         if not graph.tails:
             raise ConfigError("--no-tail", "no stage waits for trajectories or requests")
-        for at, left_out in _tails(found, changes.no_tail):
+        for at, left_out in _tails(replayed, changes.no_tail):
             if left_out & graph.cut:
                 raise ConfigError(
                     "--no-tail",
@@ -246,12 +247,12 @@ class Baseline:
 
     def _scale(self, stage: str, factor: float, took: list[float], delay: list[float]) -> None:
         """Scale the time of a stage, but not that of the capture in it."""
-        stages = set(chain.from_iterable(one.within for one in self.graph.segments))
+        stages = set(chain.from_iterable(segment.within for segment in self.graph.segments))
         check_name("--scale", f"stage {stage!r}", stage, stages)
-        for at, one in enumerate(self.graph.segments):
-            if stage in one.within:
-                took[at] = one.capture_ns + (took[at] - one.capture_ns) * factor
-            if stage in one.around:
+        for at, segment in enumerate(self.graph.segments):
+            if stage in segment.within:
+                took[at] = segment.capture_ns + (took[at] - segment.capture_ns) * factor
+            if stage in segment.around:
                 delay[at] *= factor
 
     def hidden_ranks(self, stage: str) -> int:
@@ -262,7 +263,9 @@ class Baseline:
         """
         graph = self.graph
         ranks = {
-            one.who for one in graph.segments if one.part >= 0 and graph.parts[one.part][1] == stage
+            segment.who
+            for segment in graph.segments
+            if segment.part >= 0 and graph.parts[segment.part][1] == stage
         }
         is_hidden = stage not in (ROLLOUT, VALIDATE) and not ranks <= graph.synced | graph.engines
         return len(ranks) if is_hidden else 0
@@ -320,9 +323,9 @@ def _shares(graph: Graph, stage: str) -> dict[int, float]:
     Workers that wait for each other take the mean between their collectives.
     """
     side_by_side = defaultdict[tuple[str, str, int], dict[int, list[int]]](dict)
-    for at, one in enumerate(graph.segments):
-        if one.part >= 0 and graph.parts[one.part][1] == stage:
-            side_by_side[graph.parts[one.part]].setdefault(one.part, []).append(at)
+    for at, segment in enumerate(graph.segments):
+        if segment.part >= 0 and graph.parts[segment.part][1] == stage:
+            side_by_side[graph.parts[segment.part]].setdefault(segment.part, []).append(at)
     factors: dict[int, float] = {}
     for of_workers in side_by_side.values():
         for phase in _phases(graph, list(of_workers.values())):
@@ -341,13 +344,13 @@ def _phases(graph: Graph, of_workers: list[list[int]]) -> list[list[list[int]]]:
     return [of_workers]
 
 
-def _tails(found: Replay, percent: float) -> Iterable[tuple[int, set[int]]]:
+def _tails(replayed: Replay, percent: float) -> Iterable[tuple[int, set[int]]]:
     """Yield each segment that waits for a rollout, and the trajectories or requests in its tail."""
-    graph, rollouts = found.graph, defaultdict[tuple[object, ...], list[int]](list)
+    graph, rollouts = replayed.graph, defaultdict[tuple[object, ...], list[int]](list)
     for at in graph.tails:
-        one = graph.segments[at]
-        rollouts[one.within, graph.parts[one.part] if one.part >= 0 else at].append(at)
+        segment = graph.segments[at]
+        rollouts[segment.within, graph.parts[segment.part] if segment.part >= 0 else at].append(at)
     for waiting in rollouts.values():
-        ended = sorted((found.end_ns[last], last) for at in waiting for last in graph.tails[at])
+        ended = sorted((replayed.end_ns[last], last) for at in waiting for last in graph.tails[at])
         left_out = {last for _, last in ended[math.ceil(len(ended) * percent / 100) :]}
         yield from ((at, left_out) for at in waiting)

@@ -90,16 +90,18 @@ class Engines(NamedTuple):
             curve: Time of an iteration by the number of running requests.
             took_ns: Duration of each segment with the recorded replicas.
         """
-        begin, end = np.array([(one.begin_ns, one.end_ns) for one in self.served], np.float64).T
+        begin, end = np.array(
+            [(request.begin_ns, request.end_ns) for request in self.served], np.float64
+        ).T
         iterations = self.load.during(begin, end, 1 / curve[self.load.running])
-        run_ns = [sum(took_ns[at] for at in one.segments) for one in self.served]
-        found: list[float] = (iterations * run_ns / np.maximum(end - begin, 1)).tolist()
-        return found
+        run_ns = [sum(took_ns[at] for at in request.segments) for request in self.served]
+        work: list[float] = (iterations * run_ns / np.maximum(end - begin, 1)).tolist()
+        return work
 
     def assumed(self) -> list[str]:
         """Return sentences on what is assumed."""
         many = f"{len(self.served):,} requests"
-        found = [
+        sentences = [
             f"the time of an iteration depends on the running requests alone ({many})",
             "a request goes to the replica with the fewest requests; in the interval, also "
             "round robin",
@@ -108,12 +110,12 @@ class Engines(NamedTuple):
             "as the last did",
         ]
         if self.slots < len(self.served):
-            found.append(
+            sentences.append(
                 f"a replica runs at most {self.slots:,} requests at once, as in the capture, "
                 "where others "
                 "queued"
             )
-        return found
+        return sentences
 
     def notes(self, spent_ns: Floats) -> list[str]:
         """Return a sentence on extrapolation, if replicas run other numbers of requests at once.
@@ -143,12 +145,12 @@ def fitted(recorded: Replay, replicas: int) -> Engines:
     """
     graph, took_ns = recorded.graph, recorded.took_ns
     served = list(_served(graph))
-    if not any(one.tokens for one in served):
+    if not any(request.tokens for request in served):
         raise ConfigError(
             OPTION,
             "needs requests with tokens in the step, which a capture with rollout.requests has",
         )
-    if any(graph.segments[at].queue for one in served for at in one.segments):
+    if any(graph.segments[at].queue for request in served for at in request.segments):
         raise ConfigError(
             OPTION,
             "needs engines that serve several requests at once; raise their limit "
@@ -158,10 +160,10 @@ def fitted(recorded: Replay, replicas: int) -> Engines:
     if not graph.whole:
         raise ConfigError(OPTION, "needs a step in which all requests of its rollout begin and end")
     load = _Load(served)
-    run_ns = sum(one.end_ns - one.begin_ns for one in served)
-    waited = sum(took_ns[at] for one in served for at in one.queue) > _WAITED * run_ns
+    run_ns = sum(request.end_ns - request.begin_ns for request in served)
+    waited = sum(took_ns[at] for request in served for at in request.queue) > _WAITED * run_ns
     if not waited:  # without a limit, a request is queued as long as it was
-        served = [one._replace(queue=[]) for one in served]
+        served = [request._replace(queue=[]) for request in served]
     few, many = _usual(np.bincount(load.running, load.took_ns).astype(np.float64))
     knots = np.unique([few, (few + many) // 2, many])
     more = load.replicas / replicas
@@ -183,9 +185,13 @@ def fitted(recorded: Replay, replicas: int) -> Engines:
 def _served(graph: Graph) -> Iterator[Served]:
     """Yield the requests that ran, without those of validation."""
     segments: defaultdict[int, list[int]] = defaultdict(list)
-    for at, one in enumerate(graph.segments):
-        if one.request is not None and one.kind in _IN_ENGINE and VALIDATE not in one.within:
-            segments[id(one.request)].append(at)
+    for at, segment in enumerate(graph.segments):
+        if (
+            segment.request is not None
+            and segment.kind in _IN_ENGINE
+            and VALIDATE not in segment.within
+        ):
+            segments[id(segment.request)].append(at)
     for ats in segments.values():
         running = [at for at in ats if graph.segments[at].kind != _QUEUED]
         if running:
@@ -224,11 +230,11 @@ class _Load:
 
     def __init__(self, served: Sequence[Served]) -> None:
         times, running, self._of = [], [], np.empty(len(served), np.int64)
-        names = sorted({one.replica for one in served})
+        names = sorted({request.replica for request in served})
         self.replicas = len(names)
         base = 0
         for name in names:
-            mine = [number for number, one in enumerate(served) if one.replica == name]
+            mine = [number for number, request in enumerate(served) if request.replica == name]
             edges = np.array([(served[number].begin_ns, served[number].end_ns) for number in mine])
             at, where = np.unique(edges.ravel(), return_inverse=True)
             change = np.zeros(len(at), np.int64)
@@ -275,17 +281,17 @@ def _curves(
     begin, end, tokens = np.array(
         [(one.since_ns, one.end_ns, one.tokens) for one in served], np.float64
     ).T
-    known = tokens > 0
-    tokens, weight = tokens[known], (end - begin)[known]
+    has_tokens = tokens > 0
+    tokens, weight = tokens[has_tokens], (end - begin)[has_tokens]
     own_ns = weight / tokens
     hats = [np.interp(load.running, knots, unit) for unit in np.eye(len(knots))]
     likely = np.full(len(knots), own_ns.mean())
     samples = np.stack((likely, likely * knots / knots.mean()))
     for _ in range(_ROUNDS):
         rate = 1 / np.interp(load.running, knots, likely)
-        made = load.during(begin, end, rate)[known] / tokens
+        made = load.during(begin, end, rate)[has_tokens] / tokens
         parts = np.stack(
-            [load.during(begin, end, hat * rate**2)[known] / tokens for hat in hats], axis=1
+            [load.during(begin, end, hat * rate**2)[has_tokens] / tokens for hat in hats], axis=1
         )
         squares = parts[:, :, None] * parts[:, None, :] * weight[:, None, None]
         if len(tokens) < _LEAST or np.linalg.cond(squares.sum(axis=0)) > 1e9:
@@ -300,8 +306,8 @@ def _curves(
             len(weight), np.full(len(weight), 1 / len(weight)), _SAMPLES
         )
         inverse = np.linalg.pinv(np.tensordot(drawn, squares, 1))
-        found = np.einsum("sij,sj->si", inverse, drawn @ targets)
-        samples = np.stack([_bounded(one, knots, own_ns.min()) for one in found])
+        solved = np.einsum("sij,sj->si", inverse, drawn @ targets)
+        samples = np.stack([_bounded(one, knots, own_ns.min()) for one in solved])
     order = np.argsort([_slowdown(curve, load, knots, more) for curve in samples])
     low, high = (samples[order[round(share * (len(order) - 1))]] for share in (_LOW, _HIGH))
     return [low, likely, high]
@@ -316,11 +322,13 @@ def _bounded(curve: Floats, knots: NDArray[np.int64], least: float) -> Floats:
         knots: Numbers of running requests.
         least: Least time at the last knot.
     """
-    found: Floats = curve.copy()
-    found[-1] = max(found[-1], least)
+    bounded: Floats = curve.copy()
+    bounded[-1] = max(bounded[-1], least)
     for at in range(len(knots) - 2, -1, -1):
-        found[at] = np.clip(found[at], found[at + 1] * knots[at] / knots[at + 1], found[at + 1])
-    return found
+        bounded[at] = np.clip(
+            bounded[at], bounded[at + 1] * knots[at] / knots[at + 1], bounded[at + 1]
+        )
+    return bounded
 
 
 def _slowdown(curve: Floats, load: _Load, knots: NDArray[np.int64], more: float) -> float:

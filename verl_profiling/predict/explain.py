@@ -90,7 +90,7 @@ def _kinds(graphs: Sequence[Graph]) -> set[str]:
 def _has_tokens(graphs: Sequence[Graph]) -> bool:
     """Return whether the tokens of responses are recorded."""
     segments = chain.from_iterable(graph.segments for graph in graphs)
-    return any(one.request and one.request.response_tokens for one in segments)
+    return any(segment.request and segment.request.response_tokens for segment in segments)
 
 
 def _changes(units: _Units, others: _Units) -> tuple[dict[str, _Changes], dict[str, _Changes]]:
@@ -113,12 +113,12 @@ def _in_turn(graphs: Sequence[Graph], changes: Mapping[str, _Changes]) -> dict[s
     alone = {
         part: abs(median(_spans_s(graphs, change)) - last_s) for part, change in changes.items()
     }
-    found: dict[str, float] = {}
+    effects: dict[str, float] = {}
     done: _Changes = []
     for part in sorted(alone, key=lambda part: -alone[part]):
         done += changes[part]
-        found[part] = -last_s + (last_s := median(_spans_s(graphs, done)))
-    return found
+        effects[part] = -last_s + (last_s := median(_spans_s(graphs, done)))
+    return effects
 
 
 def _noise_s(
@@ -162,7 +162,7 @@ def _units(graphs: Sequence[Graph], kinds: Mapping[str, str], has_tokens: bool) 
     """
     units: _Units = defaultdict(list)
     for step, graph in enumerate(graphs):
-        took = [one.recorded_ns for one in graph.segments]
+        took = [segment.recorded_ns for segment in graph.segments]
         for at, poll in graph.polls.items():
             took[at] = poll.period_ns
         times = np.array(took + graph.delay_ns, float)
@@ -190,27 +190,27 @@ def _owned(graph: Graph, kinds: Mapping[str, str]) -> dict[_Owner, list[int]]:
     A wait is left out: what it waits for is the cause, and a rest without one is unexplained.
     """
     owned: defaultdict[_Owner, list[int]] = defaultdict(list)
-    for at, one in enumerate(graph.segments):
-        if one.waits:
+    for at, segment in enumerate(graph.segments):
+        if segment.waits:
             continue
-        kind = kinds.get(one.kind, one.kind)
-        if one.kind == BEFORE and not one.trajectory:
+        kind = kinds.get(segment.kind, segment.kind)
+        if segment.kind == BEFORE and not segment.trajectory:
             kind = WORK
-        owner = _owner(one, kind, one.within)
-        if one.is_capture:
+        owner = _owner(segment, kind, segment.within)
+        if segment.is_capture:
             owner = owner._replace(part=CAPTURE_CALLS)
         owned[owner].append(at)
-        owned[_owner(one, DELAY, one.around)].append(at + len(graph.segments))
+        owned[_owner(segment, DELAY, segment.around)].append(at + len(graph.segments))
     return owned
 
 
-def _owner(one: Segment, kind: str, stages: Sequence[str]) -> _Owner:
-    whose = one.trajectory or one.request
+def _owner(segment: Segment, kind: str, stages: Sequence[str]) -> _Owner:
+    whose = segment.trajectory or segment.request
     if whose:
         stage = stages[0] if stages else ROLLOUT
-        return _Owner(f"{kind} of {stage}", kind, stage, one.who, whose)
+        return _Owner(f"{kind} of {stage}", kind, stage, segment.who, whose)
     stage = stages[0] if stages else OUTSIDE_STAGES
-    return _Owner(stage, kind, stage, one.who, None)
+    return _Owner(stage, kind, stage, segment.who, None)
 
 
 def _replaced(units: Sequence[_Unit], others: Sequence[_Unit]) -> _Changes:
@@ -232,7 +232,7 @@ def _spans_s(graphs: Sequence[Graph], changes: Sequence[tuple[_Unit, float]] = (
     spans = []
     for graph, of_step in zip(graphs, factors, strict=True):
         count = len(graph.segments)
-        took = [one.recorded_ns for one in graph.segments]
+        took = [segment.recorded_ns for segment in graph.segments]
         times = np.rint(np.array(took + graph.delay_ns, float) * of_step).astype(int).tolist()
         graph = graph.with_polls(of_step.tolist())
         spans.append(replay(graph, times[:count], times[count:]).span_ns / 1e9)

@@ -113,7 +113,11 @@ def _add_lanes(graph: Graph, step: Step, workers: int) -> None:
 def _add_polls(graph: Graph, polls: Iterable[tuple[Run, int, int]]) -> None:
     """Let the waits for the next poll end with one."""
     for run, begin_ns, period_ns in polls:
-        ends = ((one.end_ns, at) for at, one in enumerate(graph.segments) if one.who == run.who)
+        ends = (
+            (segment.end_ns, at)
+            for at, segment in enumerate(graph.segments)
+            if segment.who == run.who
+        )
         last_ns, last = max(end for end in ends if end[0] <= begin_ns)
         graph.polls[run.entry] = Poll(last, begin_ns - last_ns, period_ns)
         graph.segments[run.entry].kind = NEXT_POLL
@@ -148,11 +152,11 @@ def _before_step(
     parts = parts or [Segment(entry.kind, since_ns, until_ns, request=entry.request)]
     first_ns = parts[0].begin_ns
     factor = (until_ns - since_ns) / (parts[-1].end_ns - first_ns)
-    for one in parts:
-        one.begin_ns = since_ns + round((one.begin_ns - first_ns) * factor)
-        one.end_ns = since_ns + round((one.end_ns - first_ns) * factor)
-        one.who, one.within, one.trajectory = entry.who, entry.within, entry.trajectory
-        yield one
+    for part in parts:
+        part.begin_ns = since_ns + round((part.begin_ns - first_ns) * factor)
+        part.end_ns = since_ns + round((part.end_ns - first_ns) * factor)
+        part.who, part.within, part.trajectory = entry.who, entry.within, entry.trajectory
+        yield part
 
 
 def _add_waits(graph: Graph, limits: Iterable[Limit]) -> None:
@@ -162,9 +166,9 @@ def _add_waits(graph: Graph, limits: Iterable[Limit]) -> None:
         place = "in" if limit.name.startswith(WAIT) else "before"
         rule = f"waits {place} {limit.name} are for a limit of {limit.slots:,} at once"
         graph.assumed[rule] += len(limit.holds)
-    for one in graph.segments:
-        if one.waits:
-            rule = f"what {one.kind} waits for is not known, so it takes as long as before"
+    for segment in graph.segments:
+        if segment.waits:
+            rule = f"what {segment.kind} waits for is not known, so it takes as long as before"
             graph.assumed[rule] += 1
 
 
@@ -172,6 +176,6 @@ def _mark_capture(graph: Graph, who: str) -> None:
     """Set the time of the capture itself in the segments of the loop."""
     if not len(graph.capture):
         return
-    for one in graph.segments:
-        if one.who == who and one.kind in (OWN, WORK) and not one.trajectory:
-            one.capture_ns = length(within(graph.capture, one.begin_ns, one.end_ns))
+    for segment in graph.segments:
+        if segment.who == who and segment.kind in (OWN, WORK) and not segment.trajectory:
+            segment.capture_ns = length(within(graph.capture, segment.begin_ns, segment.end_ns))

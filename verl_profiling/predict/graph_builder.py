@@ -56,13 +56,15 @@ class GraphBuilder:
             root: The step.
             loose: Runs that are not called by the loop.
         """
-        found, graph = self.graph.segments, self.graph
+        segments, graph = self.graph.segments, self.graph
         self.add(root, -1, (), -1)
         graph.last = root.exit
-        ends = sorted((one.end_ns, at) for at, one in enumerate(found) if one.who == root.who)
+        ends = sorted(
+            (segment.end_ns, at) for at, segment in enumerate(segments) if segment.who == root.who
+        )
         for run in loose:
             place = (
-                bisect_right(ends, (run.begin_ns, len(found)))
+                bisect_right(ends, (run.begin_ns, len(segments)))
                 if run.begin_ns > root.begin_ns
                 else 0
             )
@@ -73,17 +75,17 @@ class GraphBuilder:
                 self.link(last[run.row], run.entry)
             if run.row is not None:
                 before = last.get(run.row, run.exit)
-                last[run.row] = max(run.exit, before, key=lambda at: found[at].end_ns)
+                last[run.row] = max(run.exit, before, key=lambda at: segments[at].end_ns)
         for at, run in self.joins:
             self.link(run.exit, at)
-            if run.pieces and VALIDATE not in found[at].within:
+            if run.pieces and VALIDATE not in segments[at].within:
                 graph.tails.setdefault(at, []).append(run.exit)
 
     def link(self, before: int, after: int) -> None:
         """Add an edge between two segments if their times permit it."""
-        found = self.graph.segments
-        if before >= 0 and found[before].end_ns <= found[after].begin_ns:
-            found[after].after.append(before)
+        segments = self.graph.segments
+        if before >= 0 and segments[before].end_ns <= segments[after].begin_ns:
+            segments[after].after.append(before)
 
     def add(self, run: Run, caller: int, around: tuple[str, ...], part: int) -> None:
         """Add the segments of a run, and of all runs inside it.
@@ -136,7 +138,7 @@ class GraphBuilder:
 
         The time is divided by the collectives in it, each one segment for all ranks.
         """
-        found, numbers = self.graph.segments, []
+        segments, numbers = self.graph.segments, []
         kind = WORK if run.role else OWN
         calls = self.calls.get(run.who, [])
         for called_ns, left_ns, number in calls[bisect_left(calls, (begin_ns,)) :]:
@@ -144,17 +146,17 @@ class GraphBuilder:
                 break
             if called_ns < begin_ns or left_ns > end_ns:
                 continue
-            one = Segment(kind, begin_ns, called_ns, run.who, within, around, part=part)
-            numbers.append(self._new(one, before))
+            segment = Segment(kind, begin_ns, called_ns, run.who, within, around, part=part)
+            numbers.append(self._new(segment, before))
             if number not in self.joined:
                 who, name, arrived_ns, free_ns = self._collectives[number]
                 self.joined[number] = self._new(
                     Segment(name, arrived_ns, free_ns, who, within, within), -1
                 )
             before, begin_ns, around = self.joined[number], left_ns, within
-            found[before].after.append(numbers[-1])
-        one = Segment(kind, begin_ns, end_ns, run.who, within, around, part=part)
-        numbers.append(self._new(one, before))
+            segments[before].after.append(numbers[-1])
+        segment = Segment(kind, begin_ns, end_ns, run.who, within, around, part=part)
+        numbers.append(self._new(segment, before))
         return numbers[0], numbers[-1]
 
     def _add_pieces(self, run: Run, caller: int, around: tuple[str, ...], part: int) -> None:
@@ -190,16 +192,16 @@ class GraphBuilder:
 
 def _blocks(run: Run) -> list[tuple[int, int, list[Run]]]:
     """Return the waits of a stage or span: begin, end, and those that it waits for together."""
-    found: list[tuple[int, int, list[Run]]] = []
-    for one in sorted(run.waits, key=lambda one: one.begin_ns):
-        begin_ns, end_ns = max(one.begin_ns, run.begin_ns), min(one.end_ns, run.end_ns)
-        if found and begin_ns < found[-1][1]:
-            begun_ns, until_ns, others = found[-1]
-            others.append(one)
-            found[-1] = (begun_ns, max(until_ns, end_ns), others)
+    blocks: list[tuple[int, int, list[Run]]] = []
+    for waited in sorted(run.waits, key=lambda waited: waited.begin_ns):
+        begin_ns, end_ns = max(waited.begin_ns, run.begin_ns), min(waited.end_ns, run.end_ns)
+        if blocks and begin_ns < blocks[-1][1]:
+            begun_ns, until_ns, others = blocks[-1]
+            others.append(waited)
+            blocks[-1] = (begun_ns, max(until_ns, end_ns), others)
         else:
-            found.append((begin_ns, end_ns, [one]))
-    return found
+            blocks.append((begin_ns, end_ns, [waited]))
+    return blocks
 
 
 def _waited_for(

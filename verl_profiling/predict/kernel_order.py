@@ -81,7 +81,7 @@ class TraceContent(NamedTuple):
 
 def read_content(source: Source, limits: Limits, communication: tuple[str, ...]) -> TraceContent:
     kind_of = cache(partial(kinds.kind_of, communicates=kinds.communicates(communication)))
-    found = TraceContent([], [], defaultdict(list), {}, set())
+    content = TraceContent([], [], defaultdict(list), {}, set())
     trace = Trace(source.file, limits, source.pids)
     for events in trace.chunks(_CHUNK_BYTES):
         timed = [event for event in events if event.ph == "X" and event.ts is not None]
@@ -91,21 +91,21 @@ def read_content(source: Source, limits: Limits, communication: tuple[str, ...])
             zip(timed, spans.tolist(), strict=True)
         ):
             kind, row = kind_of(event.cat, event.name), (event.pid, event.tid)
-            found.categories.add(event.cat)
+            content.categories.add(event.cat)
             if kind in (kinds.HOST, kinds.HOST_COMMUNICATION):
                 on_host[row].append(place)
             said = _CORRELATION.search(event.args)
             number = int(said[1]) if said else -1
             if kind in WORKS or event.cat.lower().endswith(("runtime", "driver")):
-                of_kind = found.works if kind in WORKS else found.calls
+                of_kind = content.works if kind in WORKS else content.calls
                 of_kind.append(Event(row, begin_ns, end_ns, number, event.name, kind))
             elif event.cat == "cuda_sync" and event.args:
-                found.waits[number] = {"pid": event.pid, **msgspec.json.decode(event.args)}
+                content.waits[number] = {"pid": event.pid, **msgspec.json.decode(event.args)}
         for row, places in on_host.items():
-            found.active[row].append(union(spans[places]))
-    found.calls.sort(key=lambda one: one.begin_ns)
-    works = sorted(set(found.works), key=lambda one: (str(one.row), one.begin_ns, one.end_ns))
-    return found._replace(works=works)
+            content.active[row].append(union(spans[places]))
+    content.calls.sort(key=lambda one: one.begin_ns)
+    works = sorted(set(content.works), key=lambda one: (str(one.row), one.begin_ns, one.end_ns))
+    return content._replace(works=works)
 
 
 class TraceOrder:

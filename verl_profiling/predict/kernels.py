@@ -67,22 +67,24 @@ def with_kernels(
         return {}, []
     segments, calls, owned = graph.segments, [], []
     for source in inputs.sources:
-        owned.append([at for at, one in enumerate(segments) if _runs_in(one, source)])
+        owned.append([at for at, segment in enumerate(segments) if _runs_in(segment, source)])
         times = [(segments[at].begin_ns, segments[at].end_ns) for at in owned[-1]]
         how = (source, inputs.limits, inputs.communication, dict(factors), times)
         calls.append((partial(_replayed, *how), [source]))
     longer_ns: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by lane
     read = list[_Found]()
-    for found, mine, source in zip(results(calls, inputs.ray), owned, inputs.sources, strict=True):
-        if isinstance(found, TraceFormatError):  # already a sentence on missing data
+    for replayed, mine, source in zip(
+        results(calls, inputs.ray), owned, inputs.sources, strict=True
+    ):
+        if isinstance(replayed, TraceFormatError):  # already a sentence on missing data
             continue
-        read.append(found)
-        for at, took_ns in zip(mine, found.took_ns, strict=True):
+        read.append(replayed)
+        for at, took_ns in zip(mine, replayed.took_ns, strict=True):
             longer_ns[at][source.lane] += took_ns - segments[at].recorded_ns
     _check(factors, read)
-    assumed = sum((found.assumed for found in read), Counter[str]())
+    assumed = sum((replayed.assumed for replayed in read), Counter[str]())
     assumed[_WITHOUT_LAUNCHES] = sum(
-        bool(found.kernels) and not found.has_launches for found in read
+        bool(replayed.kernels) and not replayed.has_launches for replayed in read
     )
     timed_ns = {
         at: max(segments[at].recorded_ns + max(of.values()), 0) for at, of in longer_ns.items()
@@ -90,13 +92,13 @@ def with_kernels(
     return timed_ns, [f"{rule} ({many:,})" for rule, many in assumed.items() if many]
 
 
-def _runs_in(one: Segment, source: Source) -> bool:
+def _runs_in(segment: Segment, source: Source) -> bool:
     """Return whether a segment is work of the process of a trace, or a request in its engine."""
-    if one.request is not None:
-        outside = one.kind.startswith((LOOP_LAG, TO_THE_ENGINE, FROM_THE_ENGINE))
-        return source.replica == one.request.replica and not outside
+    if segment.request is not None:
+        outside = segment.kind.startswith((LOOP_LAG, TO_THE_ENGINE, FROM_THE_ENGINE))
+        return source.replica == segment.request.replica and not outside
     owners = (f"{source.worker} ", f"{source.lane} ")  # a lane's device may follow its name
-    return one.kind == WORK and f"{one.who} ".startswith(owners)
+    return segment.kind == WORK and f"{segment.who} ".startswith(owners)
 
 
 def _check(factors: Mapping[str, float], read: Sequence[_Found]) -> None:
@@ -127,7 +129,7 @@ def _check(factors: Mapping[str, float], read: Sequence[_Found]) -> None:
 
 def _matches(name: str, pattern: str) -> bool:
     names = (name, kinds.own_name(name))
-    return any(one == pattern or fnmatchcase(one, pattern) for one in names)
+    return any(spelling == pattern or fnmatchcase(spelling, pattern) for spelling in names)
 
 
 def _replayed(
@@ -149,27 +151,35 @@ def _replayed(
     """
     content = read_content(source, limits, communication)
     works, kernels, collectives = content.works, Counter[str](), Counter[str]()
-    for one in works:
-        of_kind = collectives if one.kind == kinds.COMMUNICATION else kernels
-        of_kind[one.name] += one.end_ns - one.begin_ns
+    for node_before in works:
+        of_kind = collectives if node_before.kind == kinds.COMMUNICATION else kernels
+        of_kind[node_before.name] += node_before.end_ns - node_before.begin_ns
     by_name = {
         name: math.prod(factor for pattern, factor in factors.items() if _matches(name, pattern))
         for name in kernels
     }
-    assumed = Counter({_KEPT: sum(one.kind == kinds.COMMUNICATION for one in works)})
+    assumed = Counter(
+        {_KEPT: sum(node_before.kind == kinds.COMMUNICATION for node_before in works)}
+    )
     after = TraceOrder(content, assumed).after
     ends: dict[Event, int] = {}
     begun, instants, moved_ns = dict[int, int](), [NEVER], [0]
     for node in sorted(after, key=lambda node: (node.begin_ns, node.kind in WORKS)):
-        late_ns = node.begin_ns - max((one.end_ns + least for one, least in after[node]), default=0)
-        new_ns = late_ns + max((ends[one] + least for one, least in after[node]), default=0)
+        late_ns = node.begin_ns - max(
+            (node_before.end_ns + least for node_before, least in after[node]), default=0
+        )
+        new_ns = late_ns + max(
+            (ends[node_before] + least for node_before, least in after[node]), default=0
+        )
         ends[node] = new_ns + round((node.end_ns - node.begin_ns) * by_name.get(node.name, 1.0))
         if node.kind in WORKS:
             begun[node.begin_ns] = new_ns
         else:
             instants.append(node.begin_ns)
             moved_ns.append(new_ns - node.begin_ns)
-    by_end = sorted((one.end_ns, ns) for one, ns in ends.items() if one.kind in WORKS)
+    by_end = sorted(
+        (node_before.end_ns, ns) for node_before, ns in ends.items() if node_before.kind in WORKS
+    )
     ended = dict(
         zip((ns for ns, _ in by_end), accumulate((ns for _, ns in by_end), max), strict=True)
     )

@@ -81,7 +81,7 @@ def limits_of(records: Records, pieces: Pieces) -> list[Limit]:
         by_process = defaultdict[int, list[int]](list)
         for span in spans:
             by_process[processes[span]].append(span)
-        alone = [waits.limit(name, own) for own in by_process.values()]
+        alone = [waits.limit(name, of_process) for of_process in by_process.values()]
         if all(alone):
             limits += filter(None, alone)
         elif len(alone) > 1:

@@ -113,7 +113,9 @@ class LoopRuns:
 
     def __init__(self, step: Step, graph: Graph) -> None:
         manifest = step.manifest
-        self._workers = [one for one in step.workers if manifest and manifest.runs_the_loop(one)]
+        self._workers = [
+            worker for worker in step.workers if manifest and manifest.runs_the_loop(worker)
+        ]
         who, role = LOOP, ""
         if self._workers:
             who, role = self._workers[0].name, self._workers[0].identity.role
@@ -134,7 +136,8 @@ class LoopRuns:
         """
         end_ns = self.root.end_ns
         return run.end_ns >= end_ns and any(
-            one.row != run.row and run.begin_ns < one.end_ns < end_ns for one in self.root.waits
+            other.row != run.row and run.begin_ns < other.end_ns < end_ns
+            for other in self.root.waits
         )
 
     def _wait_by_name(self) -> None:
@@ -205,7 +208,7 @@ class LoopRuns:
     def _for_rollouts_without_a_stage(self) -> list[Run]:
         """Return the waits for a rollout that never ends, or that is no stage."""
         waits = self._by_name.get(WAIT + ROLLOUT, ())
-        return [stage for stage in waits if all(one.name != ROLLOUT for one in stage.waits)]
+        return [stage for stage in waits if all(run.name != ROLLOUT for run in stage.waits)]
 
     def _holds(self, stage: Run, run: Run) -> bool:
         """Return whether a run lies inside a stage, up to the error of the clocks."""

@@ -256,17 +256,17 @@ def critical_path(replayed: Replay, last: int | None = None) -> list[PathPart]:
         replayed: The replay.
         last: Number of the last segment of the chain; by default that of the step.
     """
-    found, end_ns = [], replayed.end_ns
+    parts_back, end_ns = [], replayed.end_ns
     at: int | None = replayed.graph.last if last is None else last
     while at is not None:
         begin_ns = end_ns[at] - replayed.took_ns[at]
-        found.append(PathPart(at, begin_ns, end_ns[at], False))
+        parts_back.append(PathPart(at, begin_ns, end_ns[at], False))
         before = max(replayed.after[at], key=lambda before: end_ns[before], default=None)
         since_ns = replayed.graph.begin_ns if before is None else end_ns[before]
-        found.append(PathPart(at, since_ns, begin_ns, True))
+        parts_back.append(PathPart(at, since_ns, begin_ns, True))
         at = before
     first_ns = replayed.graph.begin_ns
-    parts = [part._replace(begin_ns=max(part.begin_ns, first_ns)) for part in reversed(found)]
+    parts = [part._replace(begin_ns=max(part.begin_ns, first_ns)) for part in reversed(parts_back)]
     return [part for part in parts if part.end_ns > part.begin_ns]
 
 

@@ -117,32 +117,32 @@ def predict(
     """
     changes, (timed_ns, assumed_of_kernels) = changes or Changes(), kernels
     baseline, recorded = Baseline(graph, timed_ns), replay(graph)
-    found = baseline.replay(changes) if changes.options() else recorded
+    replayed = baseline.replay(changes) if changes.options() else recorded
     assumed = [*changes.assumed(), *assumed_of_kernels]
     notes, helps, spans_ns = list(baseline.extrapolations(changes)), list[HelpRow](), list[int]()
     if (changes.replicas, changes.steps_ahead) != (None, None):
-        found, spans_ns = on_resources(found, changes, assumed, notes)
+        replayed, spans_ns = on_resources(replayed, changes, assumed, notes)
     else:
-        helps = _helps(baseline, found, changes)
-        spans_ns = _interval_ns(baseline, found, changes, assumed)
+        helps = _helps(baseline, replayed, changes)
+        spans_ns = _interval_ns(baseline, replayed, changes, assumed)
     return Prediction(
         step=step,
         span_us=recorded.span_ns / 1000,
-        predicted_us=found.span_ns / 1000,
+        predicted_us=replayed.span_ns / 1000,
         low_us=min(spans_ns) * (1 - _NOISE) / 1000 if spans_ns else None,
         high_us=max(spans_ns) * (1 + _NOISE) / 1000 if spans_ns else None,
         changes=changes.options(),
-        path=_path_rows(found, is_idle_known=not timed_ns),
-        slack=_slack_rows(found),
+        path=_path_rows(replayed, is_idle_known=not timed_ns),
+        slack=_slack_rows(replayed),
         what_would_help=helps,
         missing=list(missing),
         assumed=[*(f"{rule} ({many:,})" for rule, many in graph.assumed.items()), *assumed],
-        notes=[*notes, *([] if found.alike else [_NOT_STEADY]), *graph.unknown],
+        notes=[*notes, *([] if replayed.alike else [_NOT_STEADY]), *graph.unknown],
     )
 
 
 def _interval_ns(
-    baseline: Baseline, found: Replay, changes: Changes, assumed: list[str]
+    baseline: Baseline, replayed: Replay, changes: Changes, assumed: list[str]
 ) -> list[int]:
     """Return the durations (ns) that an interval spans: empty where no unknown wait matters.
 
@@ -150,13 +150,13 @@ def _interval_ns(
 
     Args:
         baseline: The step.
-        found: The step with the changes.
+        replayed: The step with the changes.
         changes: The changes.
         assumed: Sentences on what is assumed, which get more.
     """
-    spans_ns = [found.span_ns]
+    spans_ns = [replayed.span_ns]
     if baseline.waits and changes.options():
-        spans_ns += _with_waits_ns(baseline, found, changes)
+        spans_ns += _with_waits_ns(baseline, replayed, changes)
     for stage in changes.balance:
         if ranks := baseline.hidden_ranks(stage):
             assumed.append(
@@ -167,10 +167,10 @@ def _interval_ns(
             others = msgspec.structs.replace(changes, balance=rest)
             least = others.with_more(Changes(scale={stage: 1 / ranks}))
             spans_ns += (baseline.replay(others).span_ns, baseline.replay(least).span_ns)
-    return spans_ns if max(spans_ns) - min(spans_ns) > _LEAST_SHARE * found.span_ns else []
+    return spans_ns if max(spans_ns) - min(spans_ns) > _LEAST_SHARE * replayed.span_ns else []
 
 
-def _with_waits_ns(baseline: Baseline, found: Replay, changes: Changes) -> tuple[int, int]:
+def _with_waits_ns(baseline: Baseline, replayed: Replay, changes: Changes) -> tuple[int, int]:
     """Return the least and the longest step (ns), if waits for something unknown change with the
     work.
 
@@ -179,8 +179,10 @@ def _with_waits_ns(baseline: Baseline, found: Replay, changes: Changes) -> tuple
     """
     segments = baseline.graph.segments
     stages = {segments[at].stage for at in baseline.waits} - {""}
-    beside = [at for at, one in enumerate(segments) if one.stage in stages and one.recorded_ns]
-    factors = [1.0, *(found.took_ns[at] / segments[at].recorded_ns for at in beside)]
+    beside = [
+        at for at, segment in enumerate(segments) if segment.stage in stages and segment.recorded_ns
+    ]
+    factors = [1.0, *(replayed.took_ns[at] / segments[at].recorded_ns for at in beside)]
     inside = {name for at in beside for name in segments[at].within}
     rest = {name: factor for name, factor in changes.scale.items() if name not in inside}
     least, longest = (
@@ -188,10 +190,10 @@ def _with_waits_ns(baseline: Baseline, found: Replay, changes: Changes) -> tuple
         for factor in (min(factors), max(factors))
     )
     none_ns = baseline.replay(changes, waits=0.0).span_ns
-    return min(found.span_ns, max(none_ns, least)), max(found.span_ns, longest)
+    return min(replayed.span_ns, max(none_ns, least)), max(replayed.span_ns, longest)
 
 
-def _candidates(baseline: Baseline, found: Replay) -> Iterable[tuple[str, str, Changes]]:
+def _candidates(baseline: Baseline, replayed: Replay) -> Iterable[tuple[str, str, Changes]]:
     """Yield single changes to try, each with the outermost stage that it changes, and in words.
 
     A call is tried if it takes time on the critical path, or on the path to work of the next step.
@@ -199,12 +201,12 @@ def _candidates(baseline: Baseline, found: Replay) -> Iterable[tuple[str, str, C
 
     Args:
         baseline: The step.
-        found: The step with the changes so far.
+        replayed: The step with the changes so far.
     """
-    graph, outermost = found.graph, dict[str, str]()
-    for one in graph.segments:
-        for name in one.within:
-            outermost.setdefault(name, one.stage)
+    graph, outermost = replayed.graph, dict[str, str]()
+    for segment in graph.segments:
+        for name in segment.within:
+            outermost.setdefault(name, segment.stage)
     for stage in dict.fromkeys(outermost.values()):
         if not stage.startswith(WAIT):
             yield stage, f"{stage} in 50% of its time", Changes(scale={stage: 0.5})
@@ -216,37 +218,37 @@ def _candidates(baseline: Baseline, found: Replay) -> Iterable[tuple[str, str, C
     if sum(map(len, graph.tails.values())) >= _LEAST_OF_TAIL and not graph.cut:
         stage = _first_stage(graph, graph.tails)
         yield stage, "rollout without its last 10%", Changes(no_tail=90.0)
-    yield from _calls_to_change(baseline, found)
+    yield from _calls_to_change(baseline, replayed)
 
 
-def _calls_to_change(baseline: Baseline, found: Replay) -> Iterator[tuple[str, str, Changes]]:
+def _calls_to_change(baseline: Baseline, replayed: Replay) -> Iterator[tuple[str, str, Changes]]:
     """Yield changes of the calls on the critical path, tools first."""
-    graph, calls, tried = found.graph, baseline.calls, list[str]()
-    spent, tools = _calls_on_path(found)
+    graph, calls, tried = replayed.graph, baseline.calls, list[str]()
+    spent, tools = _calls_on_path(replayed)
     for name in sorted(baseline.blocked.keys() & spent.keys()):
         stage = _first_stage(graph, baseline.blocked[name])
         yield stage, f"{name} off the event loop", Changes(unblock=[name])
     names = calls.keys() & spent.keys() - {GENERATE}
     for name in sorted(names, key=lambda name: (name not in tools, name)):
         same = any(
-            math.isclose(spent[name], spent[one], rel_tol=_NESTED)
-            and calls[name].keys() & calls[one].keys()
-            for one in tried
+            math.isclose(spent[name], spent[other], rel_tol=_NESTED)
+            and calls[name].keys() & calls[other].keys()
+            for other in tried
         )
-        if spent[name] > _LEAST_SHARE * found.span_ns and not same:
+        if spent[name] > _LEAST_SHARE * replayed.span_ns and not same:
             tried.append(name)
             stage = _first_stage(graph, calls[name])
             yield stage, f"{name} in 50% of its time", Changes(tools={name: "0.5x"})
 
 
-def _calls_on_path(found: Replay) -> tuple[Counter[str], set[str]]:
+def _calls_on_path(replayed: Replay) -> tuple[Counter[str], set[str]]:
     """Return the time on the critical path by call, also on the paths to work of the next step,
     and which of the calls are tools.
     """
     spent, tools = Counter[str](), set[str]()
-    for last in {found.graph.last, *(one.mark for one in found.graph.carried)}:
-        for part in critical_path(found, last):
-            one = found.graph.segments[part.segment]
+    for last in {replayed.graph.last, *(one.mark for one in replayed.graph.carried)}:
+        for part in critical_path(replayed, last):
+            one = replayed.graph.segments[part.segment]
             names = (one.kind.removeprefix(LAG_BY), *dict(one.calls))
             tools |= {tool_name(name) for name in names if name.startswith(TOOL)}
             spent.update(dict.fromkeys(map(tool_name, names), part.end_ns - part.begin_ns))
@@ -258,16 +260,16 @@ def _first_stage(graph: Graph, ats: Iterable[int]) -> str:
     return next((stage for at in ats if (stage := graph.segments[at].stage)), "")
 
 
-def _helps(baseline: Baseline, found: Replay, changes: Changes) -> list[HelpRow]:
+def _helps(baseline: Baseline, replayed: Replay, changes: Changes) -> list[HelpRow]:
     """Return the single changes that make a step shorter, the largest effect first.
 
     Args:
         baseline: The step.
-        found: The step with the changes so far.
+        replayed: The step with the changes so far.
         changes: The changes so far.
     """
-    rows, span_ns = list[HelpRow](), found.span_ns
-    for stage, words, more in _candidates(baseline, found):
+    rows, span_ns = list[HelpRow](), replayed.span_ns
+    for stage, words, more in _candidates(baseline, replayed):
         both = changes.with_more(more)
         predicted_ns = baseline.replay(both).span_ns
         share = (predicted_ns - span_ns) / max(span_ns, 1)
@@ -301,13 +303,13 @@ def _path_rows(replayed: Replay, is_idle_known: bool) -> list[PathRow]:
 
 
 def _path_row(replayed: Replay, part: PathPart, is_capture: bool, is_idle_known: bool) -> PathRow:
-    graph, one = replayed.graph, replayed.graph.segments[part.segment]
-    stage = " / ".join(one.around if part.is_delay else one.within) or OUTSIDE_STAGES
-    kind = DELAY if part.is_delay else one.kind
+    graph, segment = replayed.graph, replayed.graph.segments[part.segment]
+    stage = " / ".join(segment.around if part.is_delay else segment.within) or OUTSIDE_STAGES
+    kind = DELAY if part.is_delay else segment.kind
     return PathRow(
         stage=CAPTURE_CALLS if is_capture else stage,
-        who=f"{one.who} {one.trajectory}" if one.trajectory else one.who,
-        worker=one.who,
+        who=f"{segment.who} {segment.trajectory}" if segment.trajectory else segment.who,
+        worker=segment.who,
         kind=CAPTURE if is_capture else kind,
         begin_us=(part.begin_ns - graph.begin_ns) / 1000,
         duration_us=(part.end_ns - part.begin_ns) / 1000,
@@ -324,10 +326,10 @@ def _without_capture(graph: Graph, part: PathPart) -> Iterator[tuple[int, int, b
     Yields:
         Begin, end, and whether it is the capture.
     """
-    one = graph.segments[part.segment]
-    since_ns, until_ns = one.begin_ns, one.end_ns
+    segment = graph.segments[part.segment]
+    since_ns, until_ns = segment.begin_ns, segment.end_ns
     if part.is_delay:
-        since_ns, until_ns = one.begin_ns - graph.delay_ns[part.segment], one.begin_ns
+        since_ns, until_ns = segment.begin_ns - graph.delay_ns[part.segment], segment.begin_ns
     captures = within(graph.capture, since_ns, until_ns)
     if not len(captures):
         yield part.begin_ns, part.end_ns, False
@@ -344,27 +346,28 @@ def _without_capture(graph: Graph, part: PathPart) -> Iterator[tuple[int, int, b
 
 def _idle_us(graph: Graph, part: PathPart) -> float | None:
     """Return the time in which all lanes of a worker are idle; ``None`` if no lane is recorded."""
-    one = graph.segments[part.segment]
-    if one.who not in graph.idle:
+    segment = graph.segments[part.segment]
+    if segment.who not in graph.idle:
         return None
-    idle_ns = length(within(graph.idle[one.who], one.begin_ns, one.end_ns))
+    idle_ns = length(within(graph.idle[segment.who], segment.begin_ns, segment.end_ns))
     # As if the idle share stayed.
-    return idle_ns / 1000 * (part.end_ns - part.begin_ns) / max(one.recorded_ns, 1)
+    return idle_ns / 1000 * (part.end_ns - part.begin_ns) / max(segment.recorded_ns, 1)
 
 
 def _slack_rows(replayed: Replay) -> list[SlackRow]:
-    found: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    segments_of: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for at in sorted(replayed.order):
-        one = replayed.graph.segments[at]
+        segment = replayed.graph.segments[at]
         if replayed.took_ns[at] > 0:
-            found[one.stage or OUTSIDE_STAGES, one.who].append(at)
+            segments_of[segment.stage or OUTSIDE_STAGES, segment.who].append(at)
     slack, end_ns, took_ns = slacks_ns(replayed), replayed.end_ns, replayed.took_ns
     return [
         SlackRow(
             stage=stage,
             who=who,
-            time_us=length(spans_of((end_ns[at] - took_ns[at], end_ns[at]) for at in own)) / 1000,
-            slack_us=min(slack[at] for at in own) / 1000,
+            time_us=length(spans_of((end_ns[at] - took_ns[at], end_ns[at]) for at in numbers))
+            / 1000,
+            slack_us=min(slack[at] for at in numbers) / 1000,
         )
-        for (stage, who), own in found.items()
+        for (stage, who), numbers in segments_of.items()
     ]

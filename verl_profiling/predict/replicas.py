@@ -258,18 +258,18 @@ class _Simulation:
         self._next = min(self._replicas, key=_Replica.next_ns)
 
 
-def _divide(one: Served, queued_ns: float, run_ns: float, found: list[float]) -> None:
+def _divide(request: Served, queued_ns: float, run_ns: float, took_ns: list[float]) -> None:
     """Set the durations of a request's segments.
 
     Args:
-        one: The request.
+        request: The request.
         queued_ns: Time in the queue.
         run_ns: Time of running.
-        found: Durations of all segments; at first as recorded.
+        took_ns: Durations of all segments; at first as recorded.
     """
-    factor = run_ns / max(sum(found[at] for at in one.segments), 1)
-    for at in one.segments:
-        found[at] *= factor
-    for at in one.queue:
-        found[at] = 0.0
-    found[one.ats[0]] += queued_ns
+    factor = run_ns / max(sum(took_ns[at] for at in request.segments), 1)
+    for at in request.segments:
+        took_ns[at] *= factor
+    for at in request.queue:
+        took_ns[at] = 0.0
+    took_ns[request.ats[0]] += queued_ns

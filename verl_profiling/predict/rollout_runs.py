@@ -51,16 +51,27 @@ def rollout_runs(
     rows = list(_rows(*(column[order] for column in pieces[:-1])))
     first = np.searchsorted(pieces.owner[order], np.arange(len(records.trajectories) + 1)).tolist()
     runs = list[Run]()
-    for number, one in enumerate(records.trajectories):
-        if one.cut_end:
+    for number, trajectory in enumerate(records.trajectories):
+        if trajectory.cut_end:
             continue
         mine = rows[first[number] : first[number + 1]]
-        run = Run(one.lane, "", "", one.begin_ns, one.end_ns, is_cut=one.cut_begin)
-        run.trajectory = f"{one.said.group}.{one.said.sample}" if one.said.group else str(number)
+        run = Run(
+            trajectory.lane,
+            "",
+            "",
+            trajectory.begin_ns,
+            trajectory.end_ns,
+            is_cut=trajectory.cut_begin,
+        )
+        run.trajectory = (
+            f"{trajectory.said.group}.{trajectory.said.sample}"
+            if trajectory.said.group
+            else str(number)
+        )
         run.pieces = _acquired(parts.of(mine), holds[number])
         first_span = mine[0][-1] if mine else -1
-        if one.cut_begin and first_span >= 0:
-            run.before = parts.before(first_span, one.since_ns, one.begin_ns)
+        if trajectory.cut_begin and first_span >= 0:
+            run.before = parts.before(first_span, trajectory.since_ns, trajectory.begin_ns)
         runs.append(run)
     return [*runs, *_requests(step, served.values())]
 
