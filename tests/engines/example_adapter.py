@@ -75,7 +75,6 @@ class CountingAdapter(EngineAdapter):
     ) -> None:
         super().__init__(engine, config, identity, tool)
         self._engine = engine
-        self._every = tool.options.every
         self.ranks = engine.ranks
         self.device = "cpu"
 
@@ -98,7 +97,7 @@ class CountingAdapter(EngineAdapter):
         self._engine.start_counting(self.spool)
 
     async def stop(self) -> None:
-        self._engine.stop_counting(self._every)
+        self._engine.stop_counting(self.tool.options.every)
 
     def identify(self, path: Path) -> int | None:
         match = re.fullmatch(r"rank(\d+)\.txt", path.name)

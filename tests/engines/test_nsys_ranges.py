@@ -29,6 +29,7 @@ class Engine(EngineAdapter):
     window = RolloutOptions()
     ranks = 2
     spool = Path("none")
+    tool = NsysTool(NsysOptions())
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -64,7 +65,7 @@ def recorder(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(name, value)
     config = ProfilingConfig.from_any({"enable": True, "tool": "nsys", "save_path": str(tmp_path)})
 
-    return EngineRecorder(engine, NsysTool(NsysOptions()), IDENTITY, config, RequestLog())
+    return EngineRecorder(engine, IDENTITY, config, RequestLog())
 
 
 def window(run: Path, step: int, **more: bool) -> CaptureStart:

@@ -153,6 +153,7 @@ class StandIn(EngineAdapter):
     device = "cpu"
     window = RolloutOptions()
     ranks = RANKS
+    tool = TorchTool(TorchOptions())
 
     def __init__(self, spool: Path) -> None:
         self.spool = spool
@@ -188,9 +189,7 @@ class Server:
         checked = ProfilingConfig.from_any(config)
         replica = WorkerIdentity(role="rollout", replica=0)
         self.engine = StandIn(Path(checked.save_path) / SPOOL_PARENT / "engine")
-        self._recorder = EngineRecorder(
-            self.engine, TorchTool(TorchOptions()), replica, checked, RequestLog()
-        )
+        self._recorder = EngineRecorder(self.engine, replica, checked, RequestLog())
 
     async def start_capture(self, request: CaptureStart) -> StartReply:
         return await self._recorder.start(request)

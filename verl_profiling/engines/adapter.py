@@ -50,6 +50,8 @@ class EngineAdapter(ABC):
         name: Name of the engine.
         profilers: The profilers of the engine by ``Tool.engine_profiler``, each with the allowed
             values of restricted options.
+        identity: The replica.
+        tool: The tool that records the engine.
         window: The part of a rollout to record.
         spool: Folder into which the engine writes its traces of all steps.
         ranks: Number of ranks that write a trace.
@@ -59,6 +61,8 @@ class EngineAdapter(ABC):
 
     name: ClassVar[str]
     profilers: ClassVar[Mapping[str, OptionValues]] = {}
+    identity: WorkerIdentity
+    tool: Tool
     window: RolloutOptions
     spool: Path
     ranks: int = 1
@@ -68,6 +72,8 @@ class EngineAdapter(ABC):
     def __init__(
         self, engine: Any, config: ProfilingConfig, identity: WorkerIdentity, tool: Tool
     ) -> None:
+        self.identity = identity
+        self.tool = tool
         self.window = config.rollout
         self.spool = new_spool(config.local_folder)
         self.on_npu = tool.engine_profiler == "npu"

@@ -37,7 +37,7 @@ from verl_profiling.manifest import (
     worst_status,
 )
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
-from verl_profiling.tools.base import EngineRanges, Output, Tool
+from verl_profiling.tools.base import EngineRanges, Output
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,6 @@ class EngineRecorder:
 
     Args:
         engine: The engine's adapter.
-        tool: The tool that records the engine.
         identity: The replica.
         config: All settings.
         requests: The request log of the replica.
@@ -64,7 +63,6 @@ class EngineRecorder:
     """
 
     engine: EngineAdapter
-    tool: Tool
     identity: WorkerIdentity
     config: ProfilingConfig
     requests: RequestLog
@@ -74,7 +72,7 @@ class EngineRecorder:
         self._stop_s = min(
             self.config.rollout.stop_s, _SHARE_OF_TIMEOUT * self.config.timeouts.stop_s
         )
-        self._ranges = self.tool.engine_ranges()
+        self._ranges = self.engine.tool.engine_ranges()
         self._window: Window | None = None
         self._halting: asyncio.Task[list[Artifact]] | None = None
         self._in_doubt = False  # whether the engine may record although no window is open
@@ -146,7 +144,11 @@ class EngineRecorder:
         if request.keep:
             request.make_folder()
         file = self._slot.file.opened(request, role, self.identity)
-        window = self._new_window(request, role, file, ranks)
+        window: Window
+        if self._ranges is None:
+            window = SpoolWindow(file, role, self.engine, self.identity, ranks)
+        else:
+            window = RangeWindow(file, role, self.engine, self.identity, ranks, self._ranges)
         try:
             with measured(window.tool_spans, "start", request.stage):
                 await _while_alive(self.engine, self.engine.start())
@@ -166,14 +168,6 @@ class EngineRecorder:
                 limit_s, self._end_by_time, window, limit_s
             )
         return window
-
-    def _new_window(
-        self, request: CaptureStart, role: RoleConfig, file: ResultFile, ranks: Sequence[int]
-    ) -> Window:
-        parts = (request, role, file, self.engine, self.tool, self.identity, ranks)
-        if self._ranges is None:
-            return SpoolWindow(*parts)
-        return RangeWindow(*parts, self._ranges)
 
     def _settle_in_background(self) -> asyncio.Task[str | None]:
         """Stop the engine's profiler after a start or stop whose outcome is unknown."""
@@ -253,7 +247,7 @@ class EngineRecorder:
             window.request,
             window.role,
             self.identity,
-            tools=[self.tool.name],
+            tools=[self.engine.tool.name],
             status=status,
             reason=reason,
             artifacts=artifacts,
@@ -272,37 +266,35 @@ class Window(ABC):
     """One capture of an engine, from the start to the result.
 
     Args:
-        request: The capture.
-        role: The replica's settings.
         file: Result file of the capture.
+        role: The replica's settings.
         engine: The engine.
-        tool: The tool that records the engine.
         identity: The replica.
         ranks: The ranks inside the replica that are selected.
 
     Attributes:
+        request: The capture.
         expected: The expected artifacts.
         end_ns: Time of the end of recording (ns); 0 before.
         timer: Ends recording after ``rollout.max_window_s``.
     """
 
-    request: CaptureStart
-    role: RoleConfig
     file: ResultFile
+    role: RoleConfig
     engine: EngineAdapter
-    tool: Tool
     identity: WorkerIdentity
     ranks: Sequence[int]
 
     def __post_init__(self) -> None:
+        self.request = self.file.request
         self.end_ns = 0
         self.timer: asyncio.TimerHandle | None = None
         self.notes: list[str] = []
         self.tool_spans: list[ToolSpan] = []
         self.anchor = clock.read_anchor()
-        stage, occurrence = self.request.stage, self.request.occurrence
+        tool, stage, occurrence = self.engine.tool, self.request.stage, self.request.occurrence
         self.expected = [
-            expected_artifact(lane, self.tool.name, self.tool.suffix, stage, occurrence)
+            expected_artifact(lane, tool.name, tool.suffix, stage, occurrence)
             for lane in self.lanes()
         ]
 
@@ -393,7 +385,7 @@ class SpoolWindow(Window):
         engine = self.engine
         if written is not None:
             final = Path(self.request.folder, artifact.path)
-            return self.tool.engine_output(written, final, artifact, engine.device)
+            return engine.tool.engine_output(written, final, artifact, engine.device)
         if engine.window.bounded and not problem:
             reason = f"the recording window never began ({engine.window})"
             return Output(artifact.with_status("empty", reason))

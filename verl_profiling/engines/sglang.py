@@ -106,7 +106,7 @@ class SGLangAdapter(EngineAdapter):
         if self.on_npu:
             _check_sglang_reaches_torch_npu()
         self.check(tool, self.window, identity.role, server)
-        self._options = self._start_options(tool)
+        self._options = self._start_options()
 
     @classmethod
     def accepts(cls, engine: Any) -> bool:
@@ -125,22 +125,23 @@ class SGLangAdapter(EngineAdapter):
     def check(
         cls, tool: Tool, window: RolloutOptions, role: str, arguments: Mapping[str, Any]
     ) -> None:
-        device = str(arguments.get("device") or "cuda")
-        on_npu = tool.engine_profiler == "npu"
-        if on_npu and _data_parallel_ranks(arguments) > 1:
-            raise ConfigError(
-                f"roles.{role}.tool",
-                "SGLang has data-parallel ranks, and the files of torch_npu are named by rank "
-                "alone; set the tool to spans, or use enable_dp_attention",
-            )
         if window.start:
             raise ConfigError(
                 "rollout.start",
                 "SGLang counts iterations from the engine's start and does not publish the "
                 "count; leave it out",
             )
-        for name in _activities(tool, device):
-            if not on_npu and name not in _offered(device):
+        if tool.engine_profiler == "npu":
+            if _data_parallel_ranks(arguments) > 1:
+                raise ConfigError(
+                    f"roles.{role}.tool",
+                    "SGLang has data-parallel ranks, and the files of torch_npu are named by rank "
+                    "alone; set the tool to spans, or use enable_dp_attention",
+                )
+            return
+        device = str(arguments.get("device") or "cuda")
+        for name in tool.options.activities or ():
+            if name not in _offered(device):
                 why = f"{name} ends an SGLang that runs on {device}"
                 refuse_option(tool, role, "activities", "null", why)
 
@@ -200,13 +201,15 @@ class SGLangAdapter(EngineAdapter):
         )
         await self._calls.stop()
 
-    def _start_options(self, tool: Tool) -> dict[str, Any]:
+    def _start_options(self) -> dict[str, Any]:
         """Return the arguments of ``start_profile`` that are the same in every capture."""
+        options = self.tool.options
+        activities = options.activities or _offered(self.device)
         arguments: dict[str, Any] = {
             "output_dir": str(self.spool),
-            "activities": [_ACTIVITIES[name] for name in _activities(tool, self.device)],
-            "with_stack": tool.options.stack,
-            "record_shapes": tool.options.shapes,
+            "activities": [_ACTIVITIES[name] for name in activities],
+            "with_stack": options.stack,
+            "record_shapes": options.shapes,
         }
         if self.window.count is not None:
             # From a start step on, num_steps is exact in every version; without one, versions
@@ -240,10 +243,6 @@ def _data_parallel_ranks(arguments: Mapping[str, Any]) -> int:
 
 def _number(arguments: Mapping[str, Any], name: str, default: int) -> int:
     return int(arguments.get(name) or default)
-
-
-def _activities(tool: Tool, device: str) -> tuple[str, ...]:
-    return _offered(device) if tool.options.activities is None else tool.options.activities
 
 
 def _offered(device: str) -> tuple[str, ...]:
@@ -295,9 +294,8 @@ class ManagerCalls:
         if self._takes_object:
             from sglang.srt.managers.io_struct import ProfileReq
 
-            await self._on_its_loop(partial(self._manager.start_profile, ProfileReq(**options)))
-        else:
-            await self._on_its_loop(partial(self._manager.start_profile, **options))
+            options = {"req": ProfileReq(**options)}
+        await self._on_its_loop(partial(self._manager.start_profile, **options))
 
     async def stop(self) -> None:
         """Stop profiling and write the traces; raise if SGLang does not record."""
@@ -422,11 +420,9 @@ def watch_manager(manager: Any, log: RequestLog) -> None:
     shares_clock = min(getattr(arguments, "nnodes", 1), getattr(arguments, "dp_size", 1)) == 1
 
     def logged(
-        stream: AsyncGenerator[Any, None], *args: Any, **kwargs: Any
+        stream: AsyncGenerator[Any, None], obj: Any = None, *_: Any, **__: Any
     ) -> AsyncGenerator[Any, None]:
-        return _noting(
-            stream, manager, log, kwargs.get("obj", args[0] if args else None), shares_clock
-        )
+        return _noting(stream, manager, log, obj, shares_clock)
 
     log.watch_streams(manager, "generate_request", logged)
     if log.busy is not None:

@@ -208,7 +208,6 @@ class VLLMAdapter(EngineAdapter):
     ) -> None:
         super().__init__(engine, config, identity, tool)
         self._engine = engine
-        self._identity = identity
         if not callable(getattr(engine, "start_profile", None)):
             raise ToolUnavailableError(
                 f"{identity}: {type(engine).__name__} of vLLM {_version()} has no start_profile; "
@@ -223,7 +222,7 @@ class VLLMAdapter(EngineAdapter):
         wanted = profiler_settings(tool, self.window, self.spool)
         self._iterations = {name: wanted[name] for name in ("delay_iterations", "max_iterations")}
         configured = getattr(vllm_config, "profiler_config", None)
-        if folder := self._check_configured(configured, wanted["profiler"], tool.name):
+        if folder := self._check_configured(configured, wanted["profiler"]):
             self.spool = Path(folder).expanduser().absolute()
         self.device = str(getattr(vllm_config.device_config, "device_type", "") or "cuda")
         parallel = vllm_config.parallel_config
@@ -311,7 +310,7 @@ class VLLMAdapter(EngineAdapter):
             return int(rank[1])
         return _rank_inside(path)
 
-    def _check_configured(self, configured: Any, wanted: str, tool: str) -> str:
+    def _check_configured(self, configured: Any, wanted: str) -> str:
         """Check that the engine was started for these settings;
         return the folder of its traces, if any.
         """
@@ -320,11 +319,12 @@ class VLLMAdapter(EngineAdapter):
             kind = "cuda" if os.environ.get(_CUDA_VARIABLE) == "1" else "torch" if folder else ""
         else:
             folder, kind = configured.torch_profiler_dir, configured.profiler
-        remedy = f"{self._identity}: pass **engine_args(config) to its constructor"
+        remedy = f"{self.identity}: pass **engine_args(config) to its constructor"
         if kind != wanted:
             found = f"the profiler {kind}" if kind else "no profiler"
             raise CaptureStateError(
-                f"init_capture: vLLM was started with {found}, and {tool} needs {wanted}; {remedy}"
+                f"init_capture: vLLM was started with {found}, and {self.tool.name} needs "
+                f"{wanted}; {remedy}"
             )
         if configured is not None and not self._takes_window:
             window = (configured.delay_iterations, configured.max_iterations)
@@ -371,11 +371,14 @@ def watch_vllm(engine: Any, log: RequestLog) -> None:
         log.busy.sums.tokens.append(partial(_tokens_of_open_requests, engine))
 
     def logged_stream(
-        stream: AsyncGenerator[Any, None], *args: Any, **kwargs: Any
+        stream: AsyncGenerator[Any, None],
+        prompt: Any = None,
+        sampling_params: Any = None,
+        request_id: str = "",
+        *_: Any,
+        **__: Any,
     ) -> AsyncGenerator[Any, None]:
-        id = kwargs.get("request_id", args[2] if len(args) > 2 else "")
-        parameters = kwargs.get("sampling_params", args[1] if len(args) > 1 else None)
-        return _noting(stream, log, id, parameters, shares_clock)
+        return _noting(stream, log, request_id, sampling_params, shares_clock)
 
     def logged_batch(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with log.open() as batch:

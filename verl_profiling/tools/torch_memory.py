@@ -226,7 +226,11 @@ class _History:
                 problem = _dump(self._observed.memory, path)
                 logger.error(
                     "device %d could not allocate %d bytes, %d of %d are free: %s",
-                    *(device, wanted_bytes, free_bytes, total_bytes, problem or path),
+                    device,
+                    wanted_bytes,
+                    free_bytes,
+                    total_bytes,
+                    problem or path,
                 )
         except Exception:
             logger.exception("torch_memory: no snapshot of the failed allocation")

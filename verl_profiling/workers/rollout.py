@@ -251,13 +251,11 @@ class SessionRecorder:
 
     async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
         """Stop a capture, if one is open."""
-        reply = process_session().stop(capture_id)
-        # What waits is on a thread, so that the event loop is not blocked.
-        return (
-            await asyncio.to_thread(process_session().stop, capture_id, finish_s)
-            if finish_s
-            else reply
-        )
+        stop = process_session().stop
+        reply = stop(capture_id)
+        if finish_s:  # what waits is on a thread, so that the event loop is not blocked
+            reply = await asyncio.to_thread(stop, capture_id, finish_s)
+        return reply
 
     def _with_requests(self, result: CaptureResult) -> CaptureResult:
         self._open = ""
@@ -303,7 +301,7 @@ def make_recorder(
             f"({identity}); pass engine=... a vLLM AsyncLLM or LLM, an SGLang Engine or URL, or a "
             "transformers model; for an engine of your own, requests=RequestLog()"
         )
-    tool, adapter, elsewhere = None, None, ""
+    adapter, elsewhere = None, ""
     if adapter_class is None or adapter_class.computes_here(engine):
         _check_uncounted(config, identity)
     else:
@@ -313,13 +311,13 @@ def make_recorder(
             adapter = adapter_class(engine, config, identity, tool)
     if adapter_class is not None and requests is None:
         adapter_class.watch(engine, log, identity)
-    if adapter is None or tool is None:
+    if adapter is None:
         return SessionRecorder(config, identity, log, elsewhere)
-    adapter.check_device(tool, adapter.device, identity.role)
+    adapter.check_device(adapter.tool, adapter.device, identity.role)
     first = replica * adapter.ranks if rank is None else rank
     identity = msgspec.structs.replace(identity, rank=first, world_size=adapter.ranks)
     known = engine_devices(adapter.device, adapter.ranks, adapter.device_numbers, devices)
-    return EngineRecorder(adapter, tool, identity, config, log, known)
+    return EngineRecorder(adapter, identity, config, log, known)
 
 
 def _check_uncounted(config: ProfilingConfig, identity: WorkerIdentity) -> None:
