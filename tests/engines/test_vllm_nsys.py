@@ -27,8 +27,7 @@ import os, sys, time
 from pathlib import Path
 import ray
 from verl_profiling import ProfilingCallback
-from verl_profiling.tools.nsys import nsys_runtime_env
-from verl_profiling.workers import VLLMCaptureMixin
+from verl_profiling.workers import VLLMCaptureMixin, nsys_runtime_env
 
 model, folder, mode = sys.argv[1:]
 settings = {
