@@ -98,7 +98,8 @@ def _peers(trigger: Trigger, suspects: Sequence[_Process], step: Step) -> list[_
     suspected = {suspect.worker for suspect in suspects}
     workers = [worker.name for worker in step.workers if worker.identity.role in roles]
     for names in (trigger.peers, [name for name in workers if name not in suspected]):
-        if peers := [process for process in _named(names, step) if process.recorded]:
+        peers = [process for process in _named(names, step) if process.recorded]
+        if peers:
             return peers
     return []
 

@@ -402,7 +402,8 @@ def _trend(values: Sequence[float], least: float) -> str:
     ranks = [bisect_left(ordered, value) + bisect_right(ordered, value) for value in values]
     if third == 0 or ordered[0] == ordered[-1]:
         return ""
-    if split := _jumps_at(values):
+    split = _jumps_at(values)
+    if split:
         kind, change = "jump", median(values[split:]) - median(values[:split])
     elif abs(correlation(ranks, range(len(ranks)))) * sqrt(len(ranks) - 1) >= _BY_CHANCE:
         kind, change = "drift", 1.5 * (median(values[-third:]) - median(values[:third]))

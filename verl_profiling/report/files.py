@@ -125,7 +125,8 @@ def scalars(report: Report) -> Iterator[tuple[str, float]]:
     if report.tail:
         yield "rollout/tail_ratio", report.tail.ratio
         yield "rollout/tail_share", report.tail.tail_share
-    if rollout := report.rollout:
+    rollout = report.rollout
+    if rollout:
         yield "trajectories/count", float(rollout.trajectories)
         for row in rollout.causes:
             if not row.validate:

@@ -145,7 +145,8 @@ def _missing(report: Report) -> Iterator[Loss]:
 
 
 def _unrecorded(report: Report) -> Iterator[Loss]:
-    if lanes := report.coverage.unrecorded:
+    lanes = report.coverage.unrecorded
+    if lanes:
         text = (
             f"No event of a device was recorded on {listed(lanes)}, although the device was in "
             "use: the traces hold only the host, and the work of the device is unknown."

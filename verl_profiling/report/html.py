@@ -93,7 +93,8 @@ def _reasons(report: Report) -> dict[str, str]:
     """Return why lanes stand out, by lane."""
     reasons: dict[str, str] = {}
     for finding in report.findings:
-        if reason := _REASONS.get(finding.rule):
+        reason = _REASONS.get(finding.rule)
+        if reason:
             reasons |= dict.fromkeys(finding.lanes, reason)
     return reasons
 
@@ -355,7 +356,8 @@ def _sentence(finding: Finding, lanes: int) -> str:
 
 
 def _sections(report: Report) -> Iterator[str]:
-    if said := _listed(request_sentences(report.capture_request), "p"):
+    said = _listed(request_sentences(report.capture_request), "p")
+    if said:
         yield f'<section id="request" aria-label="Request for the capture">{said}</section>'
     yield summary(report)
     before = {"stages": _picture(report), "rollout_time": _rollout(report)}
@@ -413,7 +415,8 @@ def _rollout(report: Report) -> str:
     bars: dict[str, Sequence[PartRow]] = {
         "All trajectories": [row for row in rollout.causes if not row.validate]
     }
-    if last := rollout.last:
+    last = rollout.last
+    if last:
         bars[f"The last {last.trajectories:,} of {last.of:,}"] = last.parts
     bars["Validation"] = [row for row in rollout.causes if row.validate]
     bars["The rollout on the wall clock"] = rollout.time

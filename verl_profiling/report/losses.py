@@ -396,7 +396,8 @@ def for_nothing(report: Report, rollout: Rollout) -> Iterator[Loss]:
 
 @_of_trajectories
 def polling(report: Report, rollout: Rollout) -> Iterator[Loss]:
-    if row := rollout.polling:
+    row = rollout.polling
+    if row:
         text = (
             f"The trainer slept {duration(row.late_s)} ({row.late_share:.0%} of the step) after "
             "the "

@@ -43,7 +43,8 @@ def figures(report: Report) -> Iterator[Figure]:
     """Yield the main figures: step time, tokens per second, busy share, lost lane-seconds."""
     title = "Step" if report.captured else "Recorded"
     yield Figure(title, duration(report.span_us / 1e6), _recorded(report))
-    if rate := report.throughput:
+    rate = report.throughput
+    if rate:
         unit = "GPU" if any(row.kind == "cuda" for row in report.devices) else report.whose
         each = rate.tokens_per_s_per_device
         line = f"{each:,.0f} per second and {unit}; {rate.tokens:,.0f} tokens ({rate.source})"
@@ -57,7 +58,8 @@ def figures(report: Report) -> Iterator[Figure]:
         lanes = f"{counted(len(report.devices), 'device')} ({lanes})"
     yield Figure(title, f"{working:.0%}", f"of {lanes}, {_known_waits(report)}")
     rows = {row.cause: row for row in report.lost}
-    if lost := sum(report.lost_s.values()):
+    lost = sum(report.lost_s.values())
+    if lost:
         row = rows[_first_cause(report)]
         whole = sum(row.share for row in report.lost)
         line = f"{whole:.0%} of the observed time; {row.share:.0%} {cause_name(row.cause)}"
@@ -113,7 +115,8 @@ def sentences(report: Report) -> Iterator[str]:
     """Yield sentences on facts that are in no table: end of the rollout, idle sides, clocks,
     read traces.
     """
-    if tail := report.tail:
+    tail = report.tail
+    if tail:
         finish = duration(tail.last_finish_us / 1e6)
         if tail.replicas == 1:
             yield f"rollout: 1 replica was done after {finish}"
@@ -151,10 +154,12 @@ def waits(summary: StepSummary | None) -> Iterator[str]:
     rates = summary.rates
     made = rates.get("samples_per_s", 0.0)
     taken = rates.get("samples_taken_per_s") or made
-    if idle := summary.trainer_idle:
+    idle = summary.trainer_idle
+    if idle:
         sides = "trainer", "generation makes", "training could take"
         yield from _idle_side(idle, ROLLOUT, made, taken, sides)
-    if idle := summary.rollout_idle:
+    idle = summary.rollout_idle
+    if idle:
         sides = "rollout", "training takes", "generation could make"
         yield from _idle_side(idle, TRAINING, taken, made, sides)
     if summary.tokens or summary.taken or summary.taken_tokens or summary.counts:
@@ -216,7 +221,8 @@ def rollout_sentences(rollout: Rollout) -> Iterator[str]:
             f"({last.trajectories / last.of:.1%}) in {duration(last.seconds)}, {last.share:.1%} "
             f"of {rollout.of_trajectories}: {parts}"
         )
-    if polling := rollout.polling:
+    polling = rollout.polling
+    if polling:
         yield (
             f"polling the replay buffer: {polling.pauses:,} times, every "
             f"{duration(polling.interval_s)}; the trainer slept {duration(polling.late_s)} "

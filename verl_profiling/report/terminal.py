@@ -112,7 +112,8 @@ def print_report(report: Report, console: Console, *, everything: bool = False) 
     for line in problems[:_PROBLEMS]:
         console.print(line)
     left_out = {"finding": len(report.findings) - _FINDINGS, "note": len(problems) - _PROBLEMS}
-    if more := [counted(number, f"more {what}") for what, number in left_out.items() if number > 0]:
+    more = [counted(number, f"more {what}") for what, number in left_out.items() if number > 0]
+    if more:
         console.print(f"[dim]{' and '.join(more)}: --all[/dim]")
     console.print(
         "[dim]a lane is a process with its device; all tables: --all, --save, --csv, --json[/dim]"
@@ -204,7 +205,8 @@ def _is_detail(row: Any) -> bool:
 
 def _print_findings(report: Report, console: Console, findings: Sequence[Finding]) -> None:
     grid = Table.grid(padding=(0, 1))
-    if said := calm(report):
+    said = calm(report)
+    if said:
         grid.add_row("[green]•[/green]", said)
     for finding in findings:
         text = escape(finding.text)

@@ -75,7 +75,8 @@ def watch_sentence(steps: Sequence[StepSummary]) -> str:
     )
     longest = f"longest {first}step {steps[index].step} with {duration(took[index])}"
     why = ""
-    if largest := excess([step.exposed_s for step in steps], index):
+    largest = excess([step.exposed_s for step in steps], index)
+    if largest:
         why = f" ({largest[0] or IN_NO_STAGE} {duration(largest[1], signed=True)})"
     return f"{which}; median {duration(median(took))}, {longest}{why}"
 
@@ -258,7 +259,8 @@ def _drawn(view: RunView) -> Iterator[Text | Table]:
     yield from map(_line, waits(latest))
     if view.varying:
         yield _line(_varying_sentence(view.varying))
-    if with_spans := [step for step in steps if step.spans]:
+    with_spans = [step for step in steps if step.spans]
+    if with_spans:
         yield Text()
         yield _spans(with_spans, latest)
     known = {
