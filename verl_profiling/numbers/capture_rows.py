@@ -133,7 +133,9 @@ def slowest_replica(rows: Iterable[ReplicaRow]) -> SlowReplica | None:
         return None
     *others, (token_us, row) = sorted(times, key=itemgetter(0))
     usual_us = median(us for us, _ in others)
-    return SlowReplica(row, token_us, usual_us) if token_us > _SLOWER * usual_us else None
+    if token_us > _SLOWER * usual_us:
+        return SlowReplica(row, token_us, usual_us)
+    return None
 
 
 def _replica_row(requests: list[RequestRow]) -> ReplicaRow:
@@ -178,4 +180,6 @@ def _cache_hit_share(requests: list[RequestRow]) -> float | None:
         if request.cached_tokens is not None:
             prompts += request.prompt_tokens
             cached += min(request.cached_tokens, request.prompt_tokens)
-    return cached / prompts if prompts else None
+    if prompts:
+        return cached / prompts
+    return None

@@ -129,7 +129,9 @@ def _time_in(stage: str, lane: Lane, step: Step) -> Spans:
     time = time_of(lane.stages, stage)
     if len(time):
         return time
-    return step.during(stage) if stage else lane.observed
+    if stage:
+        return step.during(stage)
+    return lane.observed
 
 
 def collective_rows(calls: Iterable[Calls]) -> list[CollectiveRow]:

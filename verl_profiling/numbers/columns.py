@@ -8,12 +8,18 @@ All times are microseconds (``_us``) unless a name says otherwise; shares are fr
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar, Literal
 
 import msgspec
 
 from verl_profiling.capture_request import Trigger
 from verl_profiling.units import duration
+
+
+def sum_of(rows: Iterable[object], column: str) -> float:
+    """Return the sum of a column."""
+    return float(sum(getattr(row, column) for row in rows))
 
 
 class AroundRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,7 +160,9 @@ class UseRow(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def busy_share(self) -> float | None:
         """Busy share of the observed time; ``None`` for an unknown share."""
-        return self.busy_us / self.span_us if self.span_us else None
+        if self.span_us:
+            return self.busy_us / self.span_us
+        return None
 
 
 class WorkerRow(UseRow, frozen=True, kw_only=True):
@@ -441,7 +449,9 @@ class MeasureRow(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def unit(self) -> str:
         """Unit of the number, from its name; empty if the name has none."""
-        return "bytes" if self.name.endswith("_bytes") else ""
+        if self.name.endswith("_bytes"):
+            return "bytes"
+        return ""
 
 
 class CounterRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -515,7 +525,9 @@ class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def difference(self) -> float | None:
         """The suspect's value minus the peers'."""
-        return None if self.peer_value is None else self.value - self.peer_value
+        if self.peer_value is None:
+            return None
+        return self.value - self.peer_value
 
 
 class CauseRow(PartRow, frozen=True, kw_only=True):
@@ -692,7 +704,9 @@ class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 def added(row: PathRow, other: PathRow) -> PathRow:
     """Return a row with the time of both rows."""
-    idle_us = None if row.idle_us is None else row.idle_us + (other.idle_us or 0.0)
+    idle_us = None
+    if row.idle_us is not None:
+        idle_us = row.idle_us + (other.idle_us or 0.0)
     duration_us, share = row.duration_us + other.duration_us, row.share + other.share
     return msgspec.structs.replace(row, duration_us=duration_us, share=share, idle_us=idle_us)
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from verl_profiling.manifest import WEIGHT_SYNC, StageSpan
-from verl_profiling.numbers.columns import OTHER_RANKS, DeviceRow, LostRow, Tail
+from verl_profiling.numbers.columns import OTHER_RANKS, DeviceRow, LostRow, Tail, sum_of
 from verl_profiling.slices.intervals import (
     EMPTY,
     Spans,
@@ -215,7 +215,7 @@ def lost_total(rows: Sequence[DeviceRow], parts: Mapping[str, dict[str, float]])
         rows: The devices.
         parts: Parts of the causes (s).
     """
-    observed = sum(row.span_us for row in rows) or 1.0
+    observed = sum_of(rows, "span_us") or 1.0
     # To the nanosecond: what rounding leaves has no cause.
     totals = {
         cause: round(sum(row.lost_us[cause] for row in rows), 3) for cause in (*CAUSES, OTHER_RANKS)

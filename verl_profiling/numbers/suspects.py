@@ -148,7 +148,9 @@ class _Process:
     @property
     def role(self) -> str:
         """Role of the process."""
-        return self.results[0].identity.role if self.results else self.worker
+        if self.results:
+            return self.results[0].identity.role
+        return self.worker
 
     @cached_property
     def lanes(self) -> list[Lane]:
@@ -181,7 +183,9 @@ class _Process:
         """
         time = time_of(self.ended, stage)
         if not len(time):
-            time = self.step.during(stage) if stage else self.step.whole
+            time = self.step.whole
+            if stage:
+                time = self.step.during(stage)
         tools = chain.from_iterable(result.tool_spans for result in self.results)
         return subtract(time, time_of(tools))
 
@@ -194,7 +198,9 @@ class _Process:
             waits = [length(intersection(window, lane.waiting)) for lane in self.lanes]
             return (length(window) - fmean(waits or [0])) / 1e9
         busy = [length(intersection(lane.busy, window)) for lane in self.lanes]
-        return fmean(busy) / 1e9 if busy else None
+        if busy:
+            return fmean(busy) / 1e9
+        return None
 
     def parts_s(self, stage: str) -> dict[str, float]:
         """Return the parts of the lanes' time in a stage, on average;

@@ -240,7 +240,9 @@ def _tokens(lane: Lane, step: Step, scheduled: Iteration) -> Iteration:
         return Iteration(prompt, new, UNKNOWN_TOKENS)
     again = sum(scheduled) - (prompt + new - first)
     # Fewer are scheduled on a data-parallel rank, or in a window of the rollout.
-    return Iteration(prompt, new, again) if again >= 0 else scheduled
+    if again >= 0:
+        return Iteration(prompt, new, again)
+    return scheduled
 
 
 def rollout_tail(step: Step) -> Tail | None:
@@ -299,13 +301,17 @@ def _misses_end(lane: Lane, step: Step) -> bool:
     """Return whether an engine may have worked in the rollout after the end of its recording."""
     rollout = step.during(ROLLOUT)
     work = working_spans(lane, step, ROLLOUT)
-    last_ns = int(work[-1, 1]) if len(work) else step.begin_ns
+    last_ns = step.begin_ns
+    if len(work):
+        last_ns = int(work[-1, 1])
     return misses(lane.observed, within(rollout, last_ns, step.end_ns), rollout)
 
 
 def _percentiles(sample: list[float]) -> Percentiles | None:
     p50, p90, p99 = percentiles(sample, 50, 90, 99)
-    return Percentiles(p50=p50, p90=p90, p99=p99, max=max(sample)) if sample else None
+    if sample:
+        return Percentiles(p50=p50, p90=p90, p99=p99, max=max(sample))
+    return None
 
 
 def kernels(step: Step) -> list[KernelRow]:

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.numbers.anatomy import CAPTURE_CALLS
+from verl_profiling.numbers.columns import sum_of
 from verl_profiling.numbers.lost import cause_name
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import stage_seconds
@@ -80,12 +81,16 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shown_name(self) -> str:
         """The name; of a cause of lost time, as in reports."""
-        return cause_name(self.name) if self.kind == "lost" else self.name
+        if self.kind == "lost":
+            return cause_name(self.name)
+        return self.name
 
     @property
     def noise(self) -> str:
         """The noise as text; empty if unknown."""
-        return "" if self.noise_s is None else f"±{duration(self.noise_s)}"
+        if self.noise_s is None:
+            return ""
+        return f"±{duration(self.noise_s)}"
 
     @property
     def stands_out(self) -> bool:
@@ -161,7 +166,9 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
                 f"medians of the watch's {before:,} steps before and {after:,} after, "
                 "without captures"
             )
-        logged = f"; the watch has {before:,} and {after:,}" if before and after else ""
+        logged = ""
+        if before and after:
+            logged = f"; the watch has {before:,} and {after:,}"
         if self.before > 1 and self.after > 1:
             steps = f"medians of {self.before} steps before and {self.after} after"
             return f"{steps}{logged}; noise is half their range"
@@ -259,7 +266,7 @@ def _by_stage(
         [_keyed("stage", stage_seconds(report)) for report in side] for side in (before, after)
     )
     stages = _changes(left, right)
-    rest_s = step.change_s - sum(stage.change_s for stage in stages)
+    rest_s = step.change_s - sum_of(stages, "change_s")
     parts = {stage.name: (stage.change_s, stage.noise_s or 0.0) for stage in stages}
     return parts | {UNEXPLAINED: (rest_s, step.noise_s or 0.0)}
 
@@ -409,7 +416,9 @@ def _trend(values: Sequence[float], least: float) -> str:
         kind, change = "drift", 1.5 * (median(values[-third:]) - median(values[:third]))
     else:
         return ""
-    return f"{kind} {duration(change, signed=True)}" if abs(change) >= least else ""
+    if abs(change) >= least:
+        return f"{kind} {duration(change, signed=True)}"
+    return ""
 
 
 def _jumps_at(values: Sequence[float]) -> int:
@@ -423,7 +432,9 @@ def _jumps_at(values: Sequence[float]) -> int:
     steps = np.arange(len(near)) - many.mean() + 0.5
     of_line = (near @ steps) ** 2 / (steps @ steps)
     split, by_chance = int(of_levels.argmax()), _JUMP_BY_CHANCE**2 / len(many) * (near @ near)
-    return split + 1 if of_levels[split] > max(of_line, by_chance) else 0
+    if of_levels[split] > max(of_line, by_chance):
+        return split + 1
+    return 0
 
 
 def print_diff(diff: Diff, console: Console) -> None:
@@ -437,6 +448,8 @@ def print_diff(diff: Diff, console: Console) -> None:
         for line in lines:
             line[0] = named(without_middle(line[0].text))
         more = len(rows) - _SHOWN
-        note = f"{more:,} more, with smaller changes: --json" if more > 0 else ""
+        note = ""
+        if more > 0:
+            note = f"{more:,} more, with smaller changes: --json"
         is_dim = [not change.stands_out for change in rows]
         print_table(console, title, headings, lines, note, is_dim)

@@ -17,6 +17,7 @@ import msgspec
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.files.opener import make_folder, real_folder, whole_file
 from verl_profiling.files.run_files import EventFile
+from verl_profiling.numbers.columns import sum_of
 from verl_profiling.report.model import Report
 from verl_profiling.report.tables import TABLES, fields_of, flat_rows
 
@@ -87,9 +88,9 @@ def _plain(value: Any) -> Any:
     """Return a cell, quoted if a spreadsheet would read it as a formula (OWASP,
     "CSV Injection").
     """
-    return (
-        f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
-    )
+    if isinstance(value, str) and value.startswith(("=", "+", "-", "@")):
+        return f"'{value}"
+    return value
 
 
 def write_tensorboard(reports: Sequence[Report], logdir: Path) -> None:
@@ -117,8 +118,8 @@ def scalars(report: Report) -> Iterator[tuple[str, float]]:
     yield "step_s", report.span_us / 1e6
     for stage in report.stages:
         yield f"stage/{stage.name.strip('()').replace(' ', '_')}_s", stage.duration_us / 1e6
-    exposed_us = sum(row.exposed_communication_us for row in report.devices)
-    yield "busy_share", sum(row.busy_us for row in report.devices) / report.observed_us
+    exposed_us = sum_of(report.devices, "exposed_communication_us")
+    yield "busy_share", sum_of(report.devices, "busy_us") / report.observed_us
     yield "exposed_communication_share", exposed_us / report.observed_us
     for lost in report.lost:
         yield f"lost/{lost.cause}_s", lost.seconds

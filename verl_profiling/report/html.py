@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.numbers.columns import GanttSpan, PartRow, PathRow, WorkerRow
+from verl_profiling.numbers.columns import GanttSpan, PartRow, PathRow, WorkerRow, sum_of
 from verl_profiling.numbers.lost import cause_name
 from verl_profiling.report.findings import calm
 from verl_profiling.report.model import Finding, Report
@@ -108,7 +108,9 @@ def _rows(report: Report) -> Iterable[tuple[str, WorkerRow | None, list[GanttSpa
     if CONTROLLER in spans:
         yield CONTROLLER, None, spans.pop(CONTROLLER)
     for row in report.workers:
-        owner = row.name if row.replica is None else row.name.rpartition("_rank")[0]
+        owner = row.name
+        if row.replica is not None:
+            owner = row.name.rpartition("_rank")[0]
         yield owner, row, spans.pop(owner, [])
     for owner, left in spans.items():
         yield owner, None, left
@@ -221,8 +223,12 @@ def figures_section(items: Iterable[Figure]) -> str:
     shown = ""
     for title, value, line, key in items:
         number, _, unit = value.partition(" ") if value.endswith("-seconds") else (value, "", "")
-        small = f" <small>{escape(unit)}</small>" if unit else ""
-        mark = f'<i class="{escape(key)}"></i>' if key else ""
+        small = ""
+        if unit:
+            small = f" <small>{escape(unit)}</small>"
+        mark = ""
+        if key:
+            mark = f'<i class="{escape(key)}"></i>'
         shown += (
             f"<div><dt>{escape(title)}</dt><dd><strong>{escape(number)}{small}</strong>"
             f"<span>{mark}<bdi>{escape(line)}</bdi></span></dd></div>"
@@ -235,7 +241,9 @@ def section(title: str, content: str, note: str = "") -> str:
     if not content:
         return ""
     slug = title.lower().replace(" ", "-")
-    remark = f'<p class="note">{escape(note)}</p>' if note else ""
+    remark = ""
+    if note:
+        remark = f'<p class="note">{escape(note)}</p>'
     return f'<section id="{slug}"><h2>{escape(title)}</h2>{remark}{content}</section>'
 
 
@@ -276,12 +284,16 @@ def stacked(parts: Iterable[tuple[str, float, str]]) -> str:
         for key, share, name in parts
         if share >= 0.001
     )
-    return f'<div class="stacked" aria-hidden="true">{bar}</div>' if bar else ""
+    if bar:
+        return f'<div class="stacked" aria-hidden="true">{bar}</div>'
+    return ""
 
 
 def _cells(row: Sequence[Cell], key: str) -> Iterable[str]:
     for column, (value, text, link) in enumerate(row):
-        mark = f'<i class="{escape(key)}"></i>' if key and not column else ""
+        mark = ""
+        if key and not column:
+            mark = f'<i class="{escape(key)}"></i>'
         if value is None:
             yield '<td class="n" data-v="-1">&ndash;</td>'
         elif isinstance(value, int | float) and not isinstance(value, bool):
@@ -291,7 +303,9 @@ def _cells(row: Sequence[Cell], key: str) -> Iterable[str]:
 
 
 def _anchor(shown: str, address: str) -> str:
-    return f'<a href="{escape(address)}">{shown}</a>' if address else shown
+    if address:
+        return f'<a href="{escape(address)}">{shown}</a>'
+    return shown
 
 
 def _name(name: str) -> str:
@@ -316,13 +330,17 @@ def render_html(report: Report) -> str:
     subtitle = f"{report.coverage.events:,} events{report.of_capture}"
     if report.policy_version is not None:
         subtitle = f"policy version {report.policy_version} · {subtitle}"
-    drawn = picture(report) if report.gantt or report.workers else None
+    drawn = None
+    if report.gantt or report.workers:
+        drawn = picture(report)
     return document(page_title(report), subtitle, "".join(_sections(report)), drawn)
 
 
 def page_title(report: Report) -> str:
     """Return the title of a report's page."""
-    return f"S{report.title[1:]}" if report.title.startswith("step ") else report.title
+    if report.title.startswith("step "):
+        return f"S{report.title[1:]}"
+    return report.title
 
 
 def summary(report: Report) -> str:
@@ -333,7 +351,9 @@ def summary(report: Report) -> str:
     more = "".join(f"<li>{item}</li>" for item in others)
     if others:
         more = f'<details><summary>{len(others)} more</summary><ol start="2">{more}</ol></details>'
-    green = ' class="calm"' if calm(report) else ""
+    green = ""
+    if calm(report):
+        green = ' class="calm"'
     return (
         ("" if report.complete else f'<p class="early">{early}</p>')
         + figures_section(figures(report))
@@ -380,7 +400,7 @@ def _table(report: Report, spec: Table) -> str:
     keys = list(map(spec.key, rows)) if spec.key else []
     content = table(spec.title, headings, lines, keys)
     if content and spec.name == "lost":
-        total = sum(row.seconds for row in report.lost) or 1.0
+        total = sum_of(report.lost, "seconds") or 1.0
         bar = stacked(
             (f"k-{row.cause}", row.seconds / total, cause_name(row.cause)) for row in report.lost
         )
@@ -423,7 +443,7 @@ def _rollout(report: Report) -> str:
     content = f"<ul>{_listed(rollout_sentences(rollout), 'li')}</ul>"
     for title, parts in bars.items():
         if parts:
-            whole = duration(sum(part.seconds for part in parts))
+            whole = duration(sum_of(parts, "seconds"))
             most = ", ".join(f"{part.cause} {part.share:.0%}" for part in parts[:3])
             content += (
                 f'<p class="bar"><b>{escape(title)}, {whole}</b> '

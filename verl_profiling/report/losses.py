@@ -11,7 +11,14 @@ from typing import NamedTuple
 
 from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.numbers.capture_rows import slowest_replica
-from verl_profiling.numbers.columns import BlockRow, DeviceRow, Rollout, StageRow, StragglerRow
+from verl_profiling.numbers.columns import (
+    BlockRow,
+    DeviceRow,
+    Rollout,
+    StageRow,
+    StragglerRow,
+    sum_of,
+)
 from verl_profiling.numbers.lost import ROLLOUT
 from verl_profiling.numbers.rollout_section import KEPT
 from verl_profiling.report.model import Report
@@ -36,7 +43,7 @@ _ADVICE = {
     BEFORE: "switch the watch on, which remembers open spans, or capture steps in a row",
 }
 """Advice by the cause of the trajectories' time."""
-_OF_ENGINES = ("decode", "generate", "prefill", "first token", BEFORE, UNEXPLAINED)
+_OF_ENGINES: tuple[str, ...] = ("decode", "generate", "prefill", "first token", BEFORE, UNEXPLAINED)
 """Causes of the trajectories' time that are an engine's own work, or no cause."""
 
 
@@ -93,7 +100,9 @@ def stragglers(report: Report) -> Iterator[Loss]:
     lanes = [row.name for row in report.workers]
     for row in worst.values():
         others_us = row.slowest_us - row.behind_us / (row.workers - 1)
-        who = "the other worker" if row.workers == 2 else "the others, on average,"
+        who = "the others, on average,"
+        if row.workers == 2:
+            who = "the other worker"
         text = (
             f"{row.slowest} is slow in {row.stage}: it took {time_of(row.slowest_us)} without "
             f"waits, {who} "
@@ -123,10 +132,10 @@ def idle_stages(report: Report) -> Iterator[Loss]:
 
 def communication(report: Report) -> Iterator[Loss]:
     """Yield the exposed communication, without the waits for stragglers."""
-    busy_us = sum(row.busy_us for row in report.devices)
-    slow_us = sum(row.behind_us for row in _outermost(report))
-    exposed_us = sum(row.exposed_communication_us for row in report.devices)
-    waiting_us = sum(row.waiting_us for row in report.devices)
+    busy_us = sum_of(report.devices, "busy_us")
+    slow_us = sum_of(_outermost(report), "behind_us")
+    exposed_us = sum_of(report.devices, "exposed_communication_us")
+    waiting_us = sum_of(report.devices, "waiting_us")
     lost_us = max(exposed_us - slow_us, 0.0)
     waits = ""
     if waiting_us:
@@ -210,13 +219,15 @@ def slow_replica(report: Report) -> Iterator[Loss]:
     text = f"{row.worker} takes {token} a token, the other replicas {usual}."
     lanes = [lane.name for lane in report.workers if lane.replica == row.replica] or [row.worker]
     share = 1 - slow.usual_us / slow.token_us
-    rollout_us = sum(stage.duration_us for stage in stages_of(report, ROLLOUT))
+    rollout_us = sum_of(stages_of(report, ROLLOUT), "duration_us")
     yield Loss(text, share * rollout_us / 1e6 * len(lanes), lanes, share)
 
 
 def after_generation(report: Report) -> Iterator[Loss]:
     """Yield the time after the last replica, unless the finding ``polling`` covers this time."""
-    polling = report.rollout.polling if report.rollout else None
+    polling = None
+    if report.rollout:
+        polling = report.rollout.polling
     is_covered = (
         polling is not None
         and polling.late_share >= POLLS
@@ -253,7 +264,7 @@ def host_bound(report: Report) -> Iterator[Loss]:
     rows = [row for row in report.devices if row.device == report.on_devices]
     by_role = grouped(rows, lambda row: tuple(row.roles))
     usual = {roles: median_low(row.host_bound_us for row in of) for roles, of in by_role.items()}
-    all_us = sum(row.host_bound_us for row in report.workers)
+    all_us = sum_of(report.workers, "host_bound_us")
     engines_us = sum(row.host_bound_us for row in report.workers if row.replica is not None)
     where = "while their hosts were at work"
     if report.replicas and engines_us > all_us / 2:
@@ -289,7 +300,7 @@ def blocked(report: Report, rollout: Rollout) -> Iterator[Loss]:
     for what, rows in sorted(by_name.items(), key=lambda item: -_stood_still(item[1])):
         longest = max(rows, key=lambda row: row.seconds)
         stopped = counted(sum(row.trajectories for row in rows), "trajectory")
-        took = duration(sum(row.seconds for row in rows))
+        took = duration(sum_of(rows, "seconds"))
         loops = f"the event loop{'s' if rows[1:] else ''} of {listed([row.lane for row in rows])}"
         text = (
             f"{_blocker(what)} blocked {loops} for {took}{_many(rows)}{_innermost(longest)}: "
@@ -324,7 +335,9 @@ def _many(rows: Sequence[BlockRow]) -> str:
 
 def _innermost(row: BlockRow) -> str:
     """Return the blocking function, if it is not the blocking span, as a part of a sentence."""
-    return "" if row.function in ("", row.what) else f" (in {row.function})"
+    if row.function in ("", row.what):
+        return ""
+    return f" (in {row.function})"
 
 
 def _loops_are_blocked(report: Report) -> bool:
@@ -332,7 +345,7 @@ def _loops_are_blocked(report: Report) -> bool:
 
 
 def _stood_still(rows: Sequence[BlockRow]) -> float:
-    return sum(row.stood_still_s for row in rows)
+    return sum_of(rows, "stood_still_s")
 
 
 @_of_trajectories
@@ -341,8 +354,10 @@ def last_trajectories(report: Report, rollout: Rollout) -> Iterator[Loss]:
     if last is None:
         return
     most = next((part for part in last.parts if not part.cause.startswith(WAIT)), None)
-    cause = most.cause if most else ""
-    mostly = f": {most.share:.0%} of that is {_called(cause)}" if most else ""
+    cause = mostly = ""
+    if most:
+        cause = most.cause
+        mostly = f": {most.share:.0%} of that is {_called(cause)}"
     if cause == LOOP_LAG and _loops_are_blocked(report):
         return  # it follows from the blocks
     text = (
@@ -362,7 +377,9 @@ def one_cause(report: Report, rollout: Rollout) -> Iterator[Loss]:
     """Yield the largest cause but waits, an engine's own work,
     and lag that :func:`blocked` reports.
     """
-    explained = (*_OF_ENGINES, LOOP_LAG) if _loops_are_blocked(report) else _OF_ENGINES
+    explained = _OF_ENGINES
+    if _loops_are_blocked(report):
+        explained = (*_OF_ENGINES, LOOP_LAG)
     for row in rollout.causes:
         if row.validate or row.cause.startswith(WAIT) or row.cause in explained:
             continue
@@ -385,11 +402,11 @@ def _calls(rollout: Rollout, name: str) -> str:
 @_of_trajectories
 def for_nothing(report: Report, rollout: Rollout) -> Iterator[Loss]:
     rows = [row for row in rollout.statuses if not row.validate and row.status not in KEPT]
-    share = sum(row.share for row in rows)
+    share = sum_of(rows, "share")
+    took = duration(sum_of(rows, "seconds"))
     statuses = ", ".join(f"{row.trajectories} {row.status}" for row in rows[:4])
     text = (
-        f"{share:.0%} of the trajectories' time ({duration(sum(row.seconds for row in rows))}) "
-        f"went into unused trajectories: {statuses}."
+        f"{share:.0%} of the trajectories' time ({took}) went into unused trajectories: {statuses}."
     )
     yield Loss(text, share * rollout.wall_s, [], share)
 
@@ -411,7 +428,9 @@ def _called(cause: str) -> str:
     family, _, name = cause.partition(":")
     if cause in (TO_THE_ENGINE, FROM_THE_ENGINE):
         return f"the way {cause}"
-    return f"{family} `{name}`" if name and family in ("tool", "wait") else cause
+    if name and family in ("tool", "wait"):
+        return f"{family} `{name}`"
+    return cause
 
 
 def on_all(report: Report, seconds: float) -> float:

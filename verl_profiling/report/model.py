@@ -143,17 +143,17 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def title(self) -> str:
         """``step 12``, or the name of the file or folder."""
-        step = f"step {self.step}" if self.step is not None else ""
+        step = ""
+        if self.step is not None:
+            step = f"step {self.step}"
         return ", ".join(filter(None, (step, self.name)))
 
     @property
     def of_capture(self) -> str:
         """Remark for numbers that belong to the whole capture; empty for a capture of one step."""
-        return (
-            f" (of the whole capture, {step_list(self.capture_steps)})"
-            if self.capture_steps
-            else ""
-        )
+        if self.capture_steps:
+            return f" (of the whole capture, {step_list(self.capture_steps)})"
+        return ""
 
     @property
     def pause_us(self) -> float:
@@ -183,13 +183,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def observed_us(self) -> float:
         """Observed time of all devices; 1 if there is none, so that shares of it are 0."""
-        return sum(row.span_us for row in self.devices) or 1.0
+        return columns.sum_of(self.devices, "span_us") or 1.0
 
     @property
     def observed_share(self) -> float:
         """Share of the devices' time in the step that was recorded; 1 without a manifest."""
         whole_us = self.span_us * len(self.devices)
-        return self.observed_us / whole_us if self.captured and whole_us else 1.0
+        if self.captured and whole_us:
+            return self.observed_us / whole_us
+        return 1.0
 
     @property
     def working_share(self) -> float | None:
@@ -212,4 +214,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def whose(self) -> str:
         """Unit of total times: ``device`` if some lanes share a device, else ``lane``."""
-        return "device" if self.shares_devices else "lane"
+        if self.shares_devices:
+            return "device"
+        return "lane"

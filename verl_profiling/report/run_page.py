@@ -87,7 +87,9 @@ def render_run(
         note = " ".join(
             ["Exposed time: the part of the step's duration that each stage caused.", *said]
         )
-        title = f"The last {_MOST_BARS} steps" if logged[_MOST_BARS:] else "Every step"
+        title = "Every step"
+        if logged[_MOST_BARS:]:
+            title = f"The last {_MOST_BARS} steps"
         content += _trend(title, logged[-_MOST_BARS:], note)
     content += _noticed(watched, reports, links)
     content += "".join(_tables(steps, reports)) if steps else ""
@@ -113,7 +115,9 @@ def _noticed(
         rows.append([step, named(anomaly.sign), named(anomaly.reason), capture])
     note = "What the watch noticed, whether it was captured or not."
     shown = table("Noticed", ("step", "sign", "reason", "capture"), rows)
-    return section("Noticed", shown, note) if rows else ""
+    if rows:
+        return section("Noticed", shown, note)
+    return ""
 
 
 def _figures(ran: Sequence[_Step]) -> Iterator[Figure]:
@@ -151,7 +155,9 @@ def _tables(steps: Sequence[_Step], reports: Sequence[Report]) -> Iterator[str]:
     rows = []
     for step, report in zip(steps, reports, strict=True):
         busy = report.working_share
-        first = report.findings[0].text if report.findings else ""
+        first = ""
+        if report.findings:
+            first = report.findings[0].text
         row = {
             "took": timed(step.seconds),
             "busy": Cell(busy, "" if busy is None else f"{busy:.1%}"),
@@ -228,7 +234,9 @@ def _mark(step: _Step, total: float, top: float) -> dict[str, str]:
     if step.captured:
         return {"▼": "captured"}
     # sums differ in their last digits
-    return {"▲": "beyond the axis"} if total > 1.001 * top else {}
+    if total > 1.001 * top:
+        return {"▲": "beyond the axis"}
+    return {}
 
 
 def _bar_title(step: _Step, total: float, shown: Callable[[str], str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from verl_profiling.files.step_summary import ROLLOUT, TRAINING, Idle, StepSummary
-from verl_profiling.numbers.columns import OTHER_RANKS, RequestedCapture, Rollout
+from verl_profiling.numbers.columns import OTHER_RANKS, RequestedCapture, Rollout, sum_of
 from verl_profiling.numbers.lost import cause_name
 from verl_profiling.report.model import Report
 from verl_profiling.units import byte_size, duration
@@ -41,11 +41,15 @@ class Figure(NamedTuple):
 
 def figures(report: Report) -> Iterator[Figure]:
     """Yield the main figures: step time, tokens per second, busy share, lost lane-seconds."""
-    title = "Step" if report.captured else "Recorded"
+    title = "Recorded"
+    if report.captured:
+        title = "Step"
     yield Figure(title, duration(report.span_us / 1e6), _recorded(report))
     rate = report.throughput
     if rate:
-        unit = "GPU" if any(row.kind == "cuda" for row in report.devices) else report.whose
+        unit = report.whose
+        if any(row.kind == "cuda" for row in report.devices):
+            unit = "GPU"
         each = rate.tokens_per_s_per_device
         line = f"{each:,.0f} per second and {unit}; {rate.tokens:,.0f} tokens ({rate.source})"
         yield Figure("Tokens per second", f"{rate.tokens_per_s:,.0f}", line)
@@ -61,7 +65,7 @@ def figures(report: Report) -> Iterator[Figure]:
     lost = sum(report.lost_s.values())
     if lost:
         row = rows[_first_cause(report)]
-        whole = sum(row.share for row in report.lost)
+        whole = sum_of(report.lost, "share")
         line = f"{whole:.0%} of the observed time; {row.share:.0%} {cause_name(row.cause)}"
         if not report.findings:
             line += ", nothing unusual"
@@ -72,7 +76,9 @@ def _first_cause(report: Report) -> str:
     """Return the cause of the first finding on lost time, else the cause of most lost time."""
     lost_s = report.lost_s
     for finding in report.findings:
-        cause = OTHER_RANKS if finding.rule == "straggler" else finding.rule
+        cause = finding.rule
+        if finding.rule == "straggler":
+            cause = OTHER_RANKS
         if lost_s.get(cause):
             return cause
     return max(lost_s, key=lost_s.__getitem__)
@@ -91,18 +97,24 @@ def _known_waits(report: Report) -> str:
     if not report.unmatched_us:
         return "without waits for other ranks"
     is_known = any(row.waiting_us for row in report.devices)
-    return (
-        "without the known waits for other ranks" if is_known else "waits for other ranks unknown"
-    )
+    if is_known:
+        return "without the known waits for other ranks"
+    return "waits for other ranks unknown"
 
 
 def request_sentences(request: RequestedCapture | None) -> Iterator[str]:
     """Yield the requester of a capture and the reason, and a bar chart of the anomaly's values."""
     if request is None:
         return
-    by = f" of {request.by}" if request.by else ""
-    named = f" (request {request.request})" if request.request else ""
-    noticed = f", {request.sign} in step {request.noticed}" if request.sign else ""
+    by = ""
+    if request.by:
+        by = f" of {request.by}"
+    named = ""
+    if request.request:
+        named = f" (request {request.request})"
+    noticed = ""
+    if request.sign:
+        noticed = f", {request.sign} in step {request.noticed}"
     reason = request.reason.removeprefix(f"step {request.noticed}: ")
     yield f"captured {request.when} by {request.kind}{by}{named}{noticed}: {reason}"
     if request.history:
@@ -198,16 +210,20 @@ def _idle_side(
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+    if value >= 999.5:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
 def rollout_sentences(rollout: Rollout) -> Iterator[str]:
     """Yield sentences on the rollout as a whole."""
-    also = f", {rollout.validation:,} of validation" if rollout.validation else ""
+    also = ""
+    if rollout.validation:
+        also = f", {rollout.validation:,} of validation"
     took = ""
     if rollout.p50_s is not None and rollout.p99_s is not None:
         took = f": p50 {duration(rollout.p50_s)}, p99 {duration(rollout.p99_s)}"
-    whole = duration(sum(part.seconds for part in rollout.time))
+    whole = duration(sum_of(rollout.time, "seconds"))
     yield (
         f"{counted(rollout.trajectories, 'trajectory')}{also}{took}; {rollout.explained:.1%} of "
         f"the {whole} of the rollout is attributed to a cause"
@@ -249,7 +265,9 @@ def counted(count: int, what: str) -> str:
 
 def axis_top(values: Sequence[float]) -> float:
     """Return the largest value without outliers, such as a first step with warm-up."""
-    usual = sorted(values)[int(0.9 * (len(values) - 1))] if len(values) > 2 else 0.0
+    usual = 0.0
+    if len(values) > 2:
+        usual = sorted(values)[int(0.9 * (len(values) - 1))]
     return max((value for value in values if value <= _FAR * usual or usual <= 0), default=0.0)
 
 

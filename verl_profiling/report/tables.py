@@ -62,7 +62,9 @@ def stage_class(name: str) -> str:
     """
     if name.startswith("("):  # no stage: ``(in no stage)``
         return "rest"
-    return f"s{_STAGES.index(name)}" if name in _STAGES else _other(name)
+    if name in _STAGES:
+        return f"s{_STAGES.index(name)}"
+    return _other(name)
 
 
 def cause_key(cause: str) -> str:
@@ -95,7 +97,9 @@ def without_middle(name: str, most: int = 44) -> str:
     because kernel names differ at both ends.
     """
     head = most * 2 // 3
-    return name if len(name) <= most else f"{name[:head]}…{name[head + 1 - most :]}"
+    if len(name) <= most:
+        return name
+    return f"{name[:head]}…{name[head + 1 - most :]}"
 
 
 def timed(seconds: float | None) -> Cell:
@@ -143,7 +147,9 @@ class Table(NamedTuple):
 
     def rows_shown(self, report: Report) -> Sequence[Any]:
         """Return the rows to show on the terminal and the page."""
-        return self.shown(report) if self.shown else self.rows(report)
+        if self.shown:
+            return self.shown(report)
+        return self.rows(report)
 
     def note_on(self, report: Report, left_out: int, where: str) -> str:
         """Return the sentences below the table.
@@ -154,7 +160,9 @@ class Table(NamedTuple):
             where: Where these rows are.
         """
         note = self.note if isinstance(self.note, str) else self.note(report)
-        more = f"{left_out:,} more{where}." if left_out > 0 else ""
+        more = ""
+        if left_out > 0:
+            more = f"{left_out:,} more{where}."
         return " ".join(filter(None, (note, more)))
 
 
@@ -191,13 +199,17 @@ def cell(field: str, row: Any) -> Cell:
     """
     value = getattr(row, field)
     if value is None or isinstance(value, str):
-        indent = 2 * getattr(row, "depth", 0) if field in ("name", "cause") else 0
+        indent = 0
+        if field in ("name", "cause"):
+            indent = 2 * getattr(row, "depth", 0)
         return Cell(value, " " * indent + (value or ""))
     if isinstance(value, bool):
         return Cell(value, "yes" if value else "")
     if isinstance(value, list):
         return Cell(value, ", ".join(value))
-    sign = "+" if field.startswith(("change", "difference")) and value > 0 else ""
+    sign = ""
+    if field.startswith(("change", "difference")) and value > 0:
+        sign = "+"
     return Cell(value, sign + _number(value, field, getattr(row, "unit", "")))
 
 
@@ -213,7 +225,9 @@ def _number(value: float, field: str, unit: str) -> str:
         return f"{three_digits(value)} {unit}"
     if "bytes" in (field, unit):
         return byte_size(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.6g}"
 
 
 _CURVES = ("load", "communication_load", "waiting_load")
@@ -254,7 +268,9 @@ def _flat(value: Any) -> Any:
     """Return a list or dictionary as one text, and other values as they are."""
     if isinstance(value, dict):
         value = [f"{part} {seconds:.6g}" for part, seconds in value.items()]
-    return "; ".join(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return "; ".join(value)
+    return value
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -295,7 +311,9 @@ def _causes(report: Report) -> list[CauseRow]:
         lag = f"{LOOP_LAG}: {blocker}"
     rows = []
     for row in report.rollout.causes:
-        cause = lag if row.cause == LOOP_LAG else row.cause
+        cause = row.cause
+        if row.cause == LOOP_LAG:
+            cause = lag
         rows.append(msgspec.structs.replace(row, cause=cause))
     return rows
 

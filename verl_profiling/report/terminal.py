@@ -42,7 +42,9 @@ _BEFORE_UNIT, _JOIN = re.compile(r"(?<=\d) (?=(?:s|ms|us|ns)\b)"), "\ue000"
 
 def fitting_console(console: Console) -> Console:
     """Return a console for the same file with the width of the terminal, at most 100 columns."""
-    width = min(console.width, _WIDTH) if console.is_terminal else _WIDTH
+    width = _WIDTH
+    if console.is_terminal:
+        width = min(console.width, _WIDTH)
     return Console(file=console.file, width=width, highlight=False)
 
 
@@ -81,9 +83,9 @@ def print_report(report: Report, console: Console, *, everything: bool = False) 
         everything: Print every table and sentence, instead of the first screen only.
     """
     console = fitting_console(console)
-    policy = (
-        f", policy version {report.policy_version}" if report.policy_version is not None else ""
-    )
+    policy = ""
+    if report.policy_version is not None:
+        policy = f", policy version {report.policy_version}"
     console.print(f"[bold]{escape(report.title)}[/bold]{policy}")
     for line in request_sentences(report.capture_request):
         console.print(_wrapped(f"[dim]{escape(line)}[/dim]", console))
@@ -235,6 +237,8 @@ def _all_lines(report: Report) -> Iterator[str]:
     yield from map(escape, sentences(report))
     if report.metrics:
         numbers = [f"{name} {value:g}" for name, value in report.metrics.items()]
-        more = ", ... (all: --save, report.html)" if numbers[6:] else ""
+        more = ""
+        if numbers[6:]:
+            more = ", ... (all: --save, report.html)"
         yield escape(f"reported by the loop: {', '.join(numbers[:6])}{more}")
     yield from _problems(report)

@@ -67,12 +67,12 @@ def watch_sentence(steps: Sequence[StepSummary]) -> str:
     """Return a sentence on the steps of a run with at least one step."""
     took = [step.seconds for step in steps]
     index = slowest(took)
-    first = f"step {steps[0].step} with {duration(took[0])}, then " if took[0] > took[index] else ""
-    which = (
-        f"{len(steps):,} steps logged, {steps[0].step} to {steps[-1].step}"
-        if steps[1:]
-        else "1 step logged"
-    )
+    first = ""
+    if took[0] > took[index]:
+        first = f"step {steps[0].step} with {duration(took[0])}, then "
+    which = "1 step logged"
+    if steps[1:]:
+        which = f"{len(steps):,} steps logged, {steps[0].step} to {steps[-1].step}"
     longest = f"longest {first}step {steps[index].step} with {duration(took[index])}"
     why = ""
     largest = excess([step.exposed_s for step in steps], index)
@@ -113,8 +113,12 @@ def _requester(folder: Path) -> str:
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return "no manifest yet"
     trigger = head.trigger
-    by = f" by {trigger.by}" if trigger.by and trigger.by not in trigger.reason else ""
-    reason = f": {trigger.reason}" if trigger.reason else ""
+    by = ""
+    if trigger.by and trigger.by not in trigger.reason:
+        by = f" by {trigger.by}"
+    reason = ""
+    if trigger.reason:
+        reason = f": {trigger.reason}"
     return f"{trigger.kind}{by}{reason}{' (still open)' if head.state == 'begun' else ''}"
 
 
@@ -131,7 +135,9 @@ def excess(stages: Sequence[Mapping[str, float]], index: int) -> tuple[str, floa
     usual = {name: median(row.get(name, 0.0) for row in stages) for name in stages[index]}
     over = {name: took - usual[name] for name, took in stages[index].items()}
     name = max(over, key=lambda name: over[name], default=None)
-    return None if name is None or over[name] <= 0 else (name, over[name])
+    if name is None or over[name] <= 0:
+        return None
+    return (name, over[name])
 
 
 class Thresholds(msgspec.Struct, frozen=True):
@@ -148,7 +154,9 @@ NO_THRESHOLDS = Thresholds()
 
 def thresholds_of(info: RunInfo | None) -> Thresholds:
     """Return the thresholds with which a run detects slow stages."""
-    watch = info.config.get("watch") if info is not None else None
+    watch = None
+    if info is not None:
+        watch = info.config.get("watch")
     with suppress(AttributeError, msgspec.ValidationError):
         return msgspec.convert(watch.get("trigger"), Thresholds)  # type: ignore[union-attr]
     return NO_THRESHOLDS
@@ -247,8 +255,12 @@ def _drawn(view: RunView) -> Iterator[Text | Table]:
     steps = view.watch
     latest = steps[-1]
     took = [step.seconds for step in steps]
-    policy = "" if latest.policy_version is None else f", policy version {latest.policy_version}"
-    captured = f", captured: {latest.captured}" if latest.captured else ""
+    policy = ""
+    if latest.policy_version is not None:
+        policy = f", policy version {latest.policy_version}"
+    captured = ""
+    if latest.captured:
+        captured = f", captured: {latest.captured}"
     usual = f"median {duration(median(took))} of {counted(len(took), 'step')}"
     yield _line(
         (f"step {latest.step}", "bold"), f": {duration(took[-1])}, {usual}{policy}{captured}"
@@ -280,14 +292,14 @@ def _stages(steps: Sequence[StepSummary]) -> Table:
     kept = set(nlargest(_MANY_STAGES, seconds, key=lambda name: seconds[name]))
     for name in [name for name in seconds if name in kept]:
         values = [times.get(name, 0.0) for times in by_stage]
-        share = seconds[name] / latest.seconds if latest.seconds else 0.0
+        share = 0.0
+        if latest.seconds:
+            share = seconds[name] / latest.seconds
         cells = [duration(seconds[name]), f"{share:.1%}", duration(median(values))]
         row = rows.get(name)
-        leads = (
-            f"{row.leader} {duration(row.lead_ns / 1e9, signed=True)}"
-            if row and row.lead_ns
-            else ""
-        )
+        leads = ""
+        if row and row.lead_ns:
+            leads = f"{row.leader} {duration(row.lead_ns / 1e9, signed=True)}"
         cells += [sparkline(values, _TREND), leads]
         table.add_row(*_texts(name or IN_NO_STAGE, *cells), style="dim" if not name else "")
     _add_more(table, len(seconds) - _MANY_STAGES)
@@ -296,13 +308,17 @@ def _stages(steps: Sequence[StepSummary]) -> Table:
 
 def _spans(steps: Sequence[StepSummary], latest: StepSummary) -> Table:
     spent = steps[-1]
-    which = "" if spent is latest else f" (step {spent.step})"
+    which = ""
+    if spent is not latest:
+        which = f" (step {spent.step})"
     headings = (f"in trajectories{which}", "total", "calls", "mean", "failed", "median", "trend")
     table = table_of("", headings)
     known = [{spans.name: spans.seconds for spans in step.spans} for step in steps]
     for spans in spent.spans[:_MANY_SPANS]:
         values = [seconds.get(spans.name, 0.0) for seconds in known]
-        mean = duration(spans.seconds / spans.runs) if spans.runs else ""
+        mean = ""
+        if spans.runs:
+            mean = duration(spans.seconds / spans.runs)
         cells = [spans.name, duration(spans.seconds), f"{spans.runs:,}", mean]
         cells += [f"{spans.failed:,}" if spans.failed else "", duration(median(values))]
         table.add_row(*_texts(*cells, sparkline(values, _TREND)))
