@@ -114,7 +114,8 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
     if lane.on_device:
         claims["host_blocked"] = lane.blocked
     claims["other_stages"] = step.during()
-    claims["between_stages"] = subtract(step.whole, step.during()) if step.manifest else EMPTY
+    if step.manifest:
+        claims["between_stages"] = subtract(step.whole, step.during())
     claims["unexplained"] = lane.observed
     return partition(subtract(lane.observed, lane.busy), claims)
 
@@ -137,7 +138,11 @@ def working_spans(lane: Lane, step: Step, *stages: str) -> Spans:
     """
     work = union(lane.iterations[:, :2])
     runs = step.during(*stages)
-    return between_ends(work if len(work) else lane.busy, runs if len(runs) else step.whole)
+    if not len(work):
+        work = lane.busy
+    if not len(runs):
+        runs = step.whole
+    return between_ends(work, runs)
 
 
 def sync_parts(step: Step, devices: Iterable[Sequence[Lane]]) -> dict[str, float]:

@@ -76,8 +76,10 @@ def _last_rank(trigger: Trigger, step: Step, calls: Sequence[Calls]) -> tuple[st
     """
     if not trigger.stage and trigger.sign not in ("slow_step", "leader"):
         return "", 0.0
-    is_of_all = trigger.sign and not trigger.suspects
-    return last_to(trigger.stage, step, calls, _OF_A_STAGE_OF_ALL if is_of_all else _SMALL)
+    least = _SMALL
+    if trigger.sign and not trigger.suspects:
+        least = _OF_A_STAGE_OF_ALL
+    return last_to(trigger.stage, step, calls, least)
 
 
 def _compared(trigger: Trigger, step: Step) -> tuple[list[str], list[SuspectRow]]:
@@ -115,7 +117,9 @@ def _recorded_stages(trigger: Trigger, step: Step) -> list[str]:
 
 def _named(names: Sequence[str], step: Step) -> Iterator[_Process]:
     """Yield the captured processes with these names of lanes or workers."""
-    workers = {"controller": "controller"} if step.stages else {}
+    workers = {}
+    if step.stages:
+        workers["controller"] = "controller"
     for worker in step.workers:
         lanes = (worker.identity.lane(), *(artifact.lane for artifact in worker.artifacts))
         workers |= dict.fromkeys(lanes, worker.name)
@@ -323,8 +327,8 @@ class _Comparison:
         """Return a row for each known number, with the median of the peers that have the number."""
         rows = []
         for name, value in numbers.items():
-            values = [peer[name] for peer in of_peers if name in peer]
-            known = [number for number in values if number is not None]
+            of_name = [peer.get(name) for peer in of_peers]
+            known = [number for number in of_name if number is not None]
             if value is not None:
                 row = SuspectRow(
                     suspect=self.suspect.name,

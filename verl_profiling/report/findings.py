@@ -102,10 +102,10 @@ def _names_no_culprit(finding: Finding, report: Report) -> bool:
 
 def _is_of_suspects(finding: Finding, report: Report) -> bool:
     """Return whether all lanes of a finding belong to suspects of the watch."""
-    if not finding.lanes or not report.noticed:
+    request = report.capture_request
+    if request is None or not request.sign or not finding.lanes:
         return False
-    suspects = report.capture_request.suspects if report.capture_request else []
-    return all(any(_belongs(lane, suspect) for suspect in suspects) for lane in finding.lanes)
+    return all(any(_belongs(lane, name) for name in request.suspects) for lane in finding.lanes)
 
 
 def _belongs(lane: str, suspect: str) -> bool:

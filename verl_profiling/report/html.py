@@ -263,10 +263,9 @@ def table(
     head = "".join(
         f'<th scope="col"><button type="button">{escape(h)}</button></th>' for h in headings
     )
-    body = "".join(
-        f"<tr>{''.join(_cells(row, keys[index] if keys else ''))}</tr>"
-        for index, row in enumerate(rows)
-    )
+    body = ""
+    for row, key in zip(rows, keys or [""] * len(rows), strict=True):
+        body += f"<tr>{''.join(_cells(row, key))}</tr>"
     more = f'<label class="fold"><input type="checkbox"> all {len(rows)}</label>' * (
         len(rows) > _TOP
     )

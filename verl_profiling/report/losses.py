@@ -469,5 +469,5 @@ def time_of(us: float) -> str:
 
 def is_recorded(stage: str, report: Report) -> bool:
     """Return whether a capture, which may be limited to a stage, recorded a stage."""
-    only = report.capture_request.only if report.capture_request else []
-    return not only or stage in only
+    request = report.capture_request
+    return request is None or not request.only or stage in request.only

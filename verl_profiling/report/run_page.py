@@ -78,7 +78,8 @@ def render_run(
         f'<section id="hang" aria-label="Hang"><p>{escape(visible(hangs))}</p></section>'
         * bool(hangs)
     )
-    content += figures_section(_figures(ran)) if ran else ""
+    if ran:
+        content += figures_section(_figures(ran))
     if not steps:
         note = escape(visible(how_to_capture(directory)))
         content += f'<section id="findings" aria-label="Captures"><p>{note}</p></section>'
@@ -92,7 +93,8 @@ def render_run(
             title = f"The last {_MOST_BARS} steps"
         content += _trend(title, logged[-_MOST_BARS:], note)
     content += _noticed(watched, reports, links)
-    content += "".join(_tables(steps, reports)) if steps else ""
+    if steps:
+        content += "".join(_tables(steps, reports))
     count = f"{len(reports) or 'no'} captured step{'s' if len(reports) > 1 else ''}"
     return document(visible(directory.resolve().name), count, content)
 
@@ -256,7 +258,9 @@ def _by_step(title: str, steps: Sequence[_Step], rows: Sequence[Mapping[str, Cel
         [named(step.title, step.link), *(row.get(name, Cell(None, "")) for name in names)]
         for step, row in zip(steps, rows, strict=True)
     ]
-    return table(title, ("step", *map(visible, names)), cells if names else [])
+    if not names:
+        return ""
+    return table(title, ("step", *map(visible, names)), cells)
 
 
 def _logged(

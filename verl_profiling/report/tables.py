@@ -344,7 +344,9 @@ def summed(path: Iterable[PathRow]) -> list[PathRow]:
     rows: dict[tuple[str, str, str], PathRow] = {}
     for row in path:
         key = (row.stage, row.who, row.kind)
-        rows[key] = added(rows[key], row) if key in rows else row
+        if key in rows:
+            row = added(rows[key], row)
+        rows[key] = row
     return list(rows.values())
 
 

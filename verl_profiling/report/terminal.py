@@ -212,7 +212,8 @@ def _print_findings(report: Report, console: Console, findings: Sequence[Finding
         grid.add_row("[green]•[/green]", said)
     for finding in findings:
         text = escape(finding.text)
-        text += f" [dim]Try: {escape(finding.advice)}.[/dim]" if finding.advice else ""
+        if finding.advice:
+            text += f" [dim]Try: {escape(finding.advice)}.[/dim]"
         grid.add_row("[bold yellow]•[/bold yellow]", _wrapped(text, console, margin=2))
     console.print(grid)
 

@@ -383,8 +383,10 @@ def _varying_sentence(varying: Mapping[str, float]) -> str:
 def _memory(rows: Iterable[RoleMemory]) -> Table:
     table = table_of("", ("memory", "processes", "highest peak", "held", "of"), texts=(4,))
     for row in rows:
-        sizes = [
-            "" if size is None else byte_size(size) for size in (row.peak_bytes, row.held_bytes)
-        ]
-        table.add_row(*_texts(row.role, str(row.processes), *sizes, row.lane))
+        peak, held = _size(row.peak_bytes), _size(row.held_bytes)
+        table.add_row(*_texts(row.role, str(row.processes), peak, held, row.lane))
     return table
+
+
+def _size(count: int | None) -> str:
+    return "" if count is None else byte_size(count)
