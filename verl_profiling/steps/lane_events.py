@@ -223,8 +223,9 @@ class LaneEvents:
         for pid in {key.pid for key in self.table.keys}:
             self.names.setdefault(pid, _device_name(pid, self._labels.get(pid, "")))
         backend = str(trace.metadata.get("distributedInfo")).lower()
-        self.says_device |= any(name in backend for name in _BETWEEN_DEVICES)
-        self.says_device |= bool(trace.metadata.get("deviceProperties"))
+        self.says_device |= bool(trace.metadata.get("deviceProperties")) or any(
+            name in backend for name in _BETWEEN_DEVICES
+        )
 
     def _add_names(self, events: list[Event]) -> None:
         """Add names of processes and threads; of a repeated name, the first is kept."""
@@ -241,7 +242,8 @@ class LaneEvents:
         """
         slices = [e for e in events if e.ph == "X" and e.ts is not None]
         of_torch = to_spans([e for e in slices if e.cat == "Trace"], base_ns)
-        self.recordings[-1].of_torch = extended(self.recordings[-1].of_torch, of_torch)
+        recording = self.recordings[-1]
+        recording.of_torch = extended(recording.of_torch, of_torch)
         self._add_marks(events)
         timed = [e for e in slices if e.cat not in NO_WORK]
         number_of = self._numbers.get
@@ -353,8 +355,8 @@ class LaneEvents:
         """Return rows clipped to the step; an iteration belongs to the step in which it begins."""
         kinds, begins = self.table.kinds(rows.keys), rows.spans[:, 0]
         is_iteration = kinds == ITERATION
-        on_device = kinds <= UNKNOWN
-        self.behind.append(rows.of((begins >= end_ns) & on_device & (rows.launches > 0)))
+        is_later = (begins >= end_ns) & (rows.launches > 0)
+        self.behind.append(rows.of(is_later & (kinds <= UNKNOWN)))
         inside = (begins < end_ns) & (rows.spans[:, 1] > begin_ns)
         inside &= (begins >= begin_ns) | ~is_iteration
         clipped = np.clip(rows.spans, begin_ns, end_ns)
@@ -371,5 +373,6 @@ def _device_name(pid: object, label: str) -> str:
     """Return the name of the device of a process entry: the label, or the number."""
     if _is_device(label):
         return label
-    name = f"GPU {pid}" if isinstance(pid, int) else str(pid or "device")
-    return name[:LONGEST_NAME]
+    if isinstance(pid, int):
+        return f"GPU {pid}"
+    return str(pid or "device")[:LONGEST_NAME]
