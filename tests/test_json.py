@@ -82,9 +82,7 @@ def test_documents_have_what_the_text_says(tmp_path: Path, printed: Any, seed: i
     assert f"{view['varying']['rollout']:.1f}" == varying
 
     report = printed("report", str(run))
-    *reports, of_run = report.documents
-    assert [document["step"] for document in reports] == steps
-    assert (of_run["run"], len(of_run["watch"])) == (str(run), 30)
+    assert [document["step"] for document in report.documents] == steps
     assert all(f"step {step}\n" in report.text for step in steps)
 
     check = printed("check", str(run))

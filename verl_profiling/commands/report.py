@@ -60,7 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_ray(parser)
     option(parser, "--verdict", "print one line; exit 1 if a finding stands out in any step")
     option(parser, "--all", "print every table, not only the first screen")
-    add_json(parser, "one document per step, and one per run with a watch log")
+    add_json(parser, "one document per step, or of a run without captured steps")
     help = "write report.json and report.html into the folder, and index.html into that of a run"
     option(parser, "--save", help)
     option(
@@ -145,10 +145,9 @@ def _show_run(run: Path, steps: _Steps, arguments: argparse.Namespace) -> list[P
     reports = [report for _, report in steps]
     note = "" if steps else how_to_capture(run)
     view = run_view(run, known_run(run), history, hangs, note)
-    if arguments.json:
-        if history or hangs or not steps:
-            print_json(view)
-    elif not arguments.verdict:
+    if arguments.json and not steps:
+        print_json(view)
+    elif not (arguments.json or arguments.verdict):
         _print_run(view, reports)
     if not arguments.save:
         return []
