@@ -95,7 +95,8 @@ class Controller:
         if self.last is not None and not self.last.around:
             self._end_after()
             clock.follow()
-        self.stages.end_watched_step()
+        if self.watch is not None:
+            self.stages.end_watched_step(self.watch)
         action = self._scheduled(step)
         decision = None
         records = False
@@ -126,7 +127,7 @@ class Controller:
             self.stages.go_to_background()
         if self.live is not None:
             return self._begin_recorded_rollout(self.live, in_background)
-        if not in_background:
+        if self.stages.sink is not None and not in_background:
             self.stages.begin_rollout(self.stages.sink)
         return None
 
@@ -135,7 +136,8 @@ class Controller:
         if not self._order.in_rollout:
             self._order.rollout_without_begin()
         self._order.in_rollout = False
-        self.stages.end_rollout()
+        if self.stages.rollout is not None:
+            self.stages.end_rollout()
         return None if self.live is None else self.live.end_rollout(metrics)
 
     def on_step_end(self, metrics: Mapping[str, Any] | None) -> Waits[None] | None:
@@ -157,25 +159,22 @@ class Controller:
 
     def on_generation_begin(self) -> None:
         """Begin a batch in the background of the steps: the first one opens the stage."""
-        self.stages.begin_generation(self._is_captured)
+        is_captured = self.live is not None and not self.live.step.end_ns
+        self.stages.begin_generation(is_captured)
 
     def on_generation_end(self) -> None:
         """End a batch in the background of the steps: the last one ends the stage."""
         self.stages.end_generation()
 
-    @property
-    def _is_captured(self) -> bool:
-        """Whether a captured step is open."""
-        return self.live is not None and not self.live.step.end_ns
-
     def on_stages_end(self) -> None:
         """Record the end of the step; :meth:`on_step_end` closes its capture."""
-        self.stages.end_watched_step()
+        if self.watch is not None:
+            self.stages.end_watched_step(self.watch)
         live = self.live
         if live is None or live.step.end_ns:
             return
         live.end_step()
-        if live.step.step >= live.decision.step_range.last:
+        if live.in_last_step:
             self.stages.renew_generation()  # it ends in the capture, and goes on for the watch
             self.stages.pass_to(live.outside)
 
@@ -238,7 +237,7 @@ class Controller:
 
     def _end_step(self, live: OpenCapture, metrics: Mapping[str, Any] | None) -> Waits[None]:
         live.keep(metrics)
-        if live.step.step >= live.decision.step_range.last:
+        if live.in_last_step:
             yield from self.close()
 
     def close(self, why: str = "") -> Waits[None]:

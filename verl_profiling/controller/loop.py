@@ -199,11 +199,10 @@ class LoopStages:
         """Record no more pauses, as training ends."""
         record_pauses(self, None)
 
-    def begin_rollout(self, log: SpanLog | None) -> None:
-        """Begin the stage ``rollout`` in a log, if there is one."""
-        if log is not None:
-            self._end(failed=False)
-            self.rollout = log.begin(ROLLOUT)
+    def begin_rollout(self, log: SpanLog) -> None:
+        """Begin the stage ``rollout`` in a log."""
+        self._end(failed=False)
+        self.rollout = log.begin(ROLLOUT)
 
     def end_rollout(self, failed: bool = False) -> None:
         """End the stage ``rollout`` of the loop itself, if it is open."""
@@ -257,11 +256,8 @@ class LoopStages:
             # No stage of this task nests inside it.
             self.rollout = Context().run(log.begin, ROLLOUT)
 
-    def end_watched_step(self) -> None:
+    def end_watched_step(self, watch: Watch) -> None:
         """End the step for the watch, and with the step an open rollout of the loop itself."""
-        watch = self._watch
-        if watch is None:
-            return
         if watch.step is not None:
             self.end_rollout(failed=True)
         watch.step_ends()

@@ -85,6 +85,11 @@ class OpenCapture:
         """The step that began last."""
         return self.steps[-1]
 
+    @property
+    def in_last_step(self) -> bool:
+        """Whether the capture covers no step after the one that began last."""
+        return self.step.step >= self.decision.step_range.last
+
     def goes_on(self, step: int) -> bool:
         """Return whether the capture also covers a later step."""
         return self.step.step < step <= self.decision.step_range.last
