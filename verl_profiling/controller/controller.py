@@ -143,6 +143,8 @@ class Controller:
     def on_step_end(self, metrics: Mapping[str, Any] | None) -> Waits[None] | None:
         """End the step, and close the capture unless it covers the next step too."""
         self._order.step_ends()
+        if self.watch is None and self.live is None:
+            return None
         if self.watch is not None:
             self.watch.takes(metrics)
         self.on_stages_end()
