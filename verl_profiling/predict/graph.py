@@ -23,20 +23,20 @@ stage ``wait:X``, and stage ``X``    names; stage ``X`` ends in it              
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from verl_profiling.manifest import WAIT
 from verl_profiling.numbers import usage
 from verl_profiling.numbers.anatomy import capture_time
 from verl_profiling.numbers.lost import ROLLOUT
-from verl_profiling.predict.graph_builder import GraphBuilder, process_of
+from verl_profiling.predict.graph_builder import GraphBuilder
 from verl_profiling.predict.limits import Limit, limits_of
 from verl_profiling.predict.loop_runs import Early, LoopRuns, Run, polled
 from verl_profiling.predict.rollout_runs import rollout_runs
 from verl_profiling.predict.segments import OWN, WORK, Carried, Graph, Poll, Segment
 from verl_profiling.slices.intervals import intersection, length, subtract, within
-from verl_profiling.steps.lanes import Step
+from verl_profiling.steps.lanes import Lane, Step
 from verl_profiling.steps.read import Content
 
 NEXT_POLL = "until the next poll"
@@ -62,7 +62,7 @@ def graph_of(content: Content) -> Graph:
     later = list(_later(content, runs))
     carried = loop.carried(later)
     polls = list(polled(loop.stages))
-    builder = GraphBuilder(graph, content.calls)
+    builder = GraphBuilder(graph, content.calls, _process_of(step))
     builder.build(loop.root, loop.loose)
     _add_polls(graph, polls)
     _add_carried(builder, loop.root, carried)
@@ -88,6 +88,11 @@ def _later(content: Content, runs: Iterable[Run]) -> Iterator[int]:
         yield from worker.pending_since_ns
 
 
+def _process_of(step: Step) -> Callable[[Lane], str]:
+    """Return the function that returns the process of a lane."""
+    return (lambda lane: lane.name) if step.manifest is None else (lambda lane: lane.source.worker)
+
+
 def _add_lanes(graph: Graph, step: Step, workers: int) -> None:
     """Add the number of lanes, the idle time of each process, and the processes that are engines,
     or whose waits are recorded.
@@ -97,6 +102,7 @@ def _add_lanes(graph: Graph, step: Step, workers: int) -> None:
     devices = usage.shared_devices(step)
     on_device = [lanes for lanes in devices if lanes[0].on_device]
     graph.lanes, graph.on_device = len(on_device or devices) or workers, bool(on_device)
+    process_of = _process_of(step)
     for lane in step.lanes:
         process, idle = process_of(lane), subtract(lane.observed, lane.busy)
         graph.idle[process] = intersection(graph.idle.get(process, idle), idle)

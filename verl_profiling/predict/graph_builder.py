@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +28,12 @@ class GraphBuilder:
     Args:
         graph: The graph.
         calls: The matched collectives.
+        name_of: Function that returns the process of a lane.
     """
 
-    def __init__(self, graph: Graph, calls: Iterable[Calls]) -> None:
+    def __init__(
+        self, graph: Graph, calls: Iterable[Calls], name_of: Callable[[Lane], str]
+    ) -> None:
         self.graph = graph
         self.runs: list[Run] = []
         self.joins: list[tuple[int, Run]] = []
@@ -38,7 +41,7 @@ class GraphBuilder:
         self.times: Counter[tuple[str, str]] = Counter()
         self.calls: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
         self._collectives: list[tuple[str, str, int, int]] = []
-        for whose, name, runs in _waited_for(calls):
+        for whose, name, runs in _waited_for(calls, name_of):
             for who, (begin_ns, end_ns) in zip(whose, runs.tolist(), strict=True):
                 self.calls[who].append((begin_ns, end_ns, len(self._collectives)))
             last = whose[int(runs[:, 0].argmax())]
@@ -201,7 +204,9 @@ def _blocks(run: Run) -> list[tuple[int, int, list[Run]]]:
     return blocks
 
 
-def _waited_for(calls: Iterable[Calls]) -> Iterator[tuple[list[str], str, NDArray[np.int64]]]:
+def _waited_for(
+    calls: Iterable[Calls], name_of: Callable[[Lane], str]
+) -> Iterator[tuple[list[str], str, NDArray[np.int64]]]:
     """Yield the calls of collectives in which processes wait for each other.
 
     Left out are calls beside computation on a device, calls that only launch, and calls that a rank
@@ -210,24 +215,21 @@ def _waited_for(calls: Iterable[Calls]) -> Iterator[tuple[list[str], str, NDArra
     Yields:
         The processes, the name, and begin and end (ns) in each process.
     """
-    waited_calls = []
-    for call in calls:
-        processes = list(map(process_of, call.lanes))
-        if call.name.startswith(_LAUNCHES) or len(set(processes)) < len(processes):
+    found = []
+    for one in calls:
+        if one.name.startswith(_LAUNCHES) or len(set(map(name_of, one.lanes))) < len(one.lanes):
             continue
-        enter, leave = call.runs[:, :, 0], call.runs[:, :, 1]
-        computed = [lane.compute if lane.on_device else EMPTY for lane in call.lanes]
-        beside = np.stack([*map(overlaps, call.runs, computed)])
+        enter, leave = one.runs[:, :, 0], one.runs[:, :, 1]
+        beside = np.stack(
+            [
+                overlaps(runs, lane.compute if lane.on_device else EMPTY)
+                for lane, runs in zip(one.lanes, one.runs, strict=True)
+            ]
+        )
         waited = leave.min(axis=0) > enter.max(axis=0)
         waited &= (beside <= _HIDDEN * (leave - enter)).all(axis=0)
         waits = (enter.max(axis=0) - enter).sum(axis=0)
-        for number in np.flatnonzero(waited).tolist():
-            waited_calls.append((int(waits[number]), processes, call.name, call.runs[:, number]))
-    waited_calls.sort(key=lambda waited_call: -waited_call[0])
-    for _, processes, name, runs in waited_calls[:_MOST_COLLECTIVES]:
-        yield processes, name, runs
-
-
-def process_of(lane: Lane) -> str:
-    """Return the process of a lane; plain traces have no other name for it than the lane's."""
-    return lane.source.worker or lane.name
+        found += [(int(waits[call]), one, call) for call in np.flatnonzero(waited).tolist()]
+    found.sort(key=lambda call: -call[0])
+    for _, one, call in found[:_MOST_COLLECTIVES]:
+        yield [name_of(lane) for lane in one.lanes], one.name, one.runs[:, call]
