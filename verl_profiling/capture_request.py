@@ -124,14 +124,14 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     Attributes:
         id: Random id, made by the requester; also the stem of the file.
         by: The requester, e.g. ``root@node1``.
-        asked_ns: Time of the request, on the requester's clock.
+        request_ns: Time of the request, on the requester's clock.
         steps: Number of consecutive steps.
         selection: Changes of the settings for these captures.
     """
 
     id: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{12}\Z")]
     by: Annotated[str, msgspec.Meta(max_length=200)] = ""
-    asked_ns: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
+    request_ns: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
     steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_STEPS)] = 1
     selection: CaptureSelection = CaptureSelection()
 

@@ -428,7 +428,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         process: Unique identity of the same process, even if its pid is used again.
         stages: The controller's stages.
         pauses: Pauses of the controller's process by Python's garbage collector.
-        outside: Stages of the loop's process around the step: ``capture_start`` before it,
+        around_the_step: Stages of the loop's process around the step: ``capture_start`` before it,
             ``capture_stop`` after it (which includes ``write``), then the loop's own stages, such
             as ``validate``, until the next step or the end.
         rpcs: Calls of the capture to workers.
@@ -454,7 +454,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     process: ProcessId | None = None
     stages: list[StageSpan] = []
     pauses: list[StageSpan] = []
-    outside: list[StageSpan] = []
+    around_the_step: list[StageSpan] = []
     rpcs: list[Rpc] = []
     workers: list[CaptureResult] = []
     clocks: list[HostClock] = []

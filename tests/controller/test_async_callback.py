@@ -143,7 +143,7 @@ async def test_a_step_may_be_over_before_its_capture_is_closed(tmp_path: Path) -
     (rollout,) = found.stages
     assert (rollout.name, rollout.failed) == ("rollout", False)
     assert rollout.end_ns <= found.end_ns + 1_000_000
-    (validation,) = (span for span in found.outside if span.name == "validate")
+    (validation,) = (span for span in found.around_the_step if span.name == "validate")
     assert found.end_ns <= validation.begin_ns
 
 

@@ -66,7 +66,7 @@ def test_a_clock_that_is_set_in_a_captured_step_changes_no_duration(
     for step in (4, 5, 6):
         manifest = read_manifest(run / f"step_{step:06d}")
         [worker] = manifest.workers
-        spans = [*manifest.stages, *worker.stages, *manifest.outside]
+        spans = [*manifest.stages, *worker.stages, *manifest.around_the_step]
         assert {"update", "forward", "backward"} <= {span.name for span in spans}
         seconds = [(span.end_ns - span.begin_ns) / 1e9 for span in (*manifest.step_spans, *spans)]
         assert all(0 <= found < 60 for found in seconds), seconds

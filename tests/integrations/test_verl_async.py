@@ -100,7 +100,7 @@ class TestOneStepOff:
             waited = 10 * MS + sum(rpc.end_ns - rpc.begin_ns for rpc in manifest.rpcs) / 1e9
             assert 0 <= took - manifest.metrics["timing_s/step"] + MS <= waited
         assert not of_name(run.manifest(2).stages, "validate")
-        assert of_name(run.manifest(2).outside, "validate")
+        assert of_name(run.manifest(2).around_the_step, "validate")
 
     def test_the_next_batch_is_generated_beside_the_update(self, run: Run) -> None:
         """It begins after the weights are handed over, and has a lane of its own."""

@@ -255,7 +255,7 @@ def test_batches_and_logging_are_stages_between_steps(
 
     trainer_class(place, True, fit=fit)(config_of(tmp_path)).fit()
     assert seen == [[1, 2], [3, 4]]
-    around = [span.name for span in manifest(tmp_path, 1).outside]
+    around = [span.name for span in manifest(tmp_path, 1).around_the_step]
     assert [name for name in around if name in ("log_metrics", "load_prompts")] == [
         "log_metrics",
         *loads,

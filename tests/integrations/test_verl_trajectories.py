@@ -204,7 +204,7 @@ def test_tool_calls_have_the_names_of_tools(verl: SimpleNamespace) -> None:
 
     log = one_trajectory(verl, run)
     assert sorted(names(log)) == ["tool:(unknown)", "tool:search", "tool:search"]
-    assert len(named(log, "tool:(unknown)")[0].facts["asked"]) == 120  # type: ignore[arg-type]
+    assert len(named(log, "tool:(unknown)")[0].facts["requested"]) == 120  # type: ignore[arg-type]
     assert only(log).facts["tool_calls"] == 3
 
 

@@ -47,7 +47,7 @@ def compared(manifest: Manifest) -> Iterator[Compared]:
         until_ns = min(later, default=None)
         spans = [
             span
-            for span in (*manifest.stages, *manifest.outside)
+            for span in (*manifest.stages, *manifest.around_the_step)
             if step.begin_ns <= span.begin_ns and (until_ns is None or span.begin_ns < until_ns)
         ]
         for name, value in metrics.items():

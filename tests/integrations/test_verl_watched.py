@@ -185,7 +185,9 @@ class TestSynchronous:
         )
         assert {worker.status for worker in manifest.workers} == {"ok"}
         assert len(manifest.workers) == 6
-        assert "validate" not in {span.name for span in (*manifest.stages, *manifest.outside)}
+        assert "validate" not in {
+            span.name for span in (*manifest.stages, *manifest.around_the_step)
+        }
         trajectories = run.run.trajectories(VALIDATED + 1).trajectories
         assert trajectories
         assert not any(one.facts["validate"] for one in trajectories)

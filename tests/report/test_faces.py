@@ -38,7 +38,10 @@ def test_every_table_is_on_every_face(tmp_path: Path) -> None:
     suspects = {"suspects": ["actor_rank2"], "peers": ["actor_rank0"]}
     trigger = Trigger(kind="anomaly", sign="leader", stage="update_actor", **suspects)
     rewrite(
-        folder, policy_version=5, trigger=trigger, outside=[StageSpan("validate", ns(14), ns(16))]
+        folder,
+        policy_version=5,
+        trigger=trigger,
+        around_the_step=[StageSpan("validate", ns(14), ns(16))],
     )
     rewrite_worker(
         folder,
@@ -105,7 +108,7 @@ def reported(folder: Path, outside: list[StageSpan]) -> Report:
     """Return the report of the drawn step with what was done around it."""
     folder.mkdir(exist_ok=True)
     report_of(folder, STAGES, WORKERS)
-    rewrite(folder, outside=outside)
+    rewrite(folder, around_the_step=outside)
     return open_step(folder).report()
 
 

@@ -60,7 +60,9 @@ def test_each_step_has_its_own_numbers(tmp_path: Path) -> None:
         ("rollout", 0.0, 1e6),
         ("update_actor", 1e6, 1e6),
     ]
-    assert [[(row.name, row.duration_us) for row in r.outside] for r in (first, second)] == [
+    assert [
+        [(row.name, row.duration_us) for row in r.around_the_step] for r in (first, second)
+    ] == [
         [("validate", 3e6)],
         [],
     ]

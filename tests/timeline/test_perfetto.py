@@ -111,7 +111,7 @@ def test_perfetto_counts_the_same_slices(opened: tuple[Path, dict[str, list[list
         {lane: _slices(read_events(folder / f"{lane}.torch.json.gz")) for lane in WORKERS}
     )
     manifest = read_manifest(folder)
-    expected["controller"] = len([*manifest.stages, *manifest.outside, *manifest.rpcs])
+    expected["controller"] = len([*manifest.stages, *manifest.around_the_step, *manifest.rpcs])
     for worker in manifest.workers:
         lane = worker.identity.lane()
         expected[lane] += len(worker.stages) + len(worker.tool_spans)

@@ -133,7 +133,7 @@ class Job:
         """
         by = f"{_user()}@{socket.gethostname()}"[:200]
         demand = CaptureRequest(
-            id=new_request_id(), by=by, asked_ns=time.time_ns(), steps=steps, selection=selection
+            id=new_request_id(), by=by, request_ns=time.time_ns(), steps=steps, selection=selection
         )
         data = msgspec.json.encode(demand)
         try:

@@ -178,7 +178,7 @@ class Controller:
         live.end_step()
         if live.in_last_step:
             self.stages.renew_generation()  # it ends in the capture, and goes on for the watch
-            self.stages.pass_to(live.outside)
+            self.stages.pass_to(live.around_log)
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add numbers to a step of the open capture, or of the last one that was written."""
@@ -223,10 +223,10 @@ class Controller:
         if decision is None:
             return
         self.roster.check_selection(capturing=True)
-        outside = SpanLog(self.stages)
-        with outside.during(CAPTURE_START):
+        around_log = SpanLog(self.stages)
+        with around_log.during(CAPTURE_START):
             try:
-                live = yield from self._open(decision, step, policy_version, outside)
+                live = yield from self._open(decision, step, policy_version, around_log)
             except Exception as error:
                 self.decisions.refused(decision.trigger, f"its capture could not begin: {error}")
                 self._run.not_captured(step, f"{type(error).__name__}: {error}")
@@ -254,11 +254,11 @@ class Controller:
         live = self.live
         if live is None:
             return
-        with live.outside.during(CAPTURE_STOP):
+        with live.around_log.during(CAPTURE_STOP):
             results = yield from self._conclude(live, why)
         if live.request.keep:
             self.last = live
-            self.stages.pass_to(live.outside)
+            self.stages.pass_to(live.around_log)
         if self.config.strict and live.decision.trigger.kind == "schedule":
             for worker in results:
                 if worker.status not in ("ok", "skipped"):
@@ -290,7 +290,7 @@ class Controller:
             raise first
 
     def _open(
-        self, decision: Decision, step: int, version: int | None, outside: SpanLog
+        self, decision: Decision, step: int, version: int | None, around_log: SpanLog
     ) -> Waits[OpenCapture | None]:
         """Make the step folder, and open the capture;
         return ``None`` if this process is not captured.
@@ -330,7 +330,7 @@ class Controller:
             folder=folder,
             steps=[begun],
             log=SpanLog(self.stages),
-            outside=outside,
+            around_log=around_log,
             run_notes=self.run_notes,
         )
         if live.leads:
@@ -371,7 +371,7 @@ class Controller:
         try:
             results = yield from live.close(why)
             if live.leads:
-                with live.outside.during("write"):
+                with live.around_log.during("write"):
                     manifest = self._run.conclude(live)
                     yield self._run.wait_for_files
                 steps = ", ".join(map(str, manifest.steps))
@@ -409,7 +409,7 @@ class Controller:
         if capture is None or capture.around:
             return
         self.stages.watch_only()
-        capture.around = capture.outside.close()
+        capture.around = capture.around_log.close()
         if len(capture.around) > _PAUSES:
             self._write_again(capture)
 

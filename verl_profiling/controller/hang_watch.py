@@ -69,7 +69,7 @@ class HangWatch:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
     _told: set[Target] = field(default_factory=set)
-    _asked: StepSummary | None = None
+    _examined: StepSummary | None = None
     _slow: StepSummary | None = None
     _elsewhere_ns: int = 0
 
@@ -123,7 +123,7 @@ class HangWatch:
         limit_s = self.loop.options.first_hang_s if usual_s is None else _MANY_TIMES * usual_s
         limit_s = max(self.loop.options.hang_s, limit_s)
         quiet_s = self._quiet_s(step)
-        if quiet_s < self.loop.options.hang_s or self._asked not in (None, step):
+        if quiet_s < self.loop.options.hang_s or self._examined not in (None, step):
             self._goes_on()
             open_s = (clock.now_ns() - begin_ns) / 1e9
             if open_s > limit_s and self._slow is not step:
@@ -134,8 +134,8 @@ class HangWatch:
                     duration(open_s),
                     stage or "no stage",
                 )
-        elif quiet_s >= limit_s and self._asked is not step:
-            self._asked = step
+        elif quiet_s >= limit_s and self._examined is not step:
+            self._examined = step
             self._judge(step, stage, usual_s, limit_s)
 
     def _judge(self, step: StepSummary, stage: str, usual_s: float | None, limit_s: float) -> None:
@@ -169,8 +169,8 @@ class HangWatch:
 
     def _goes_on(self) -> None:
         """Remove the loop's file; if the step hung, log that it goes on."""
-        step = self._asked
-        self._asked = None
+        step = self._examined
+        self._examined = None
         if step is None or self.is_left:
             return
         with suppress(OSError):  # removed already
@@ -209,18 +209,18 @@ class HangWatch:
         make_folder(self.folder)
         write_json_atomically(path, loop, durable=False)
         calls = self._call(self.loop.roster.driven(None), self._reports)
-        asked_ns = path.stat().st_mtime_ns
+        request_ns = path.stat().st_mtime_ns
         self.ended.wait(self._reports[1] + _ANSWER_S)
         others = {
             state.lane: state
-            for state in self._states(calls, asked_ns)
+            for state in self._states(calls, request_ns)
             if state.process != loop.process
         }
         return [loop, *others.values()]
 
-    def _states(self, calls: list[Call], asked_ns: int) -> Iterator[ProcessState]:
+    def _states(self, calls: list[Call], request_ns: int) -> Iterator[ProcessState]:
         """Yield the state of each other process, or its problem."""
-        written = self._written(asked_ns)
+        written = self._written(request_ns)
         domains = {
             state.process.clock_domain for state in written.values() if state.process is not None
         }
@@ -244,13 +244,13 @@ class HangWatch:
             elif not answers:
                 yield silent(who.lane(), who.role, who, domains)
 
-    def _written(self, asked_ns: int) -> dict[object, ProcessState]:
+    def _written(self, request_ns: int) -> dict[object, ProcessState]:
         """Return what processes wrote about this hang, by lane and by process."""
         written: dict[object, ProcessState] = {}
         for path in self.folder.glob("[!.]*.json"):
             with suppress(OSError, msgspec.MsgspecError):
                 state = msgspec.json.decode(read_small(path), type=ProcessState)
-                if state.asked_ns == asked_ns:
+                if state.request_ns == request_ns:
                     written[state.lane] = written[state.process] = state
         return written
 

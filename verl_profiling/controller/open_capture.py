@@ -41,14 +41,14 @@ class OpenCapture:
         folder: Step folder of the capture.
         steps: The begun steps; ``end_ns`` of the current step is 0.
         log: Receives the loop's stages in the steps.
-        outside: Receives the pauses for the start and the stop of the capture, and the loop's
+        around_log: Receives the pauses for the start and the stop of the capture, and the loop's
             stages after the steps.
         run_notes: Notes on the run for the user, in the manifest.
         end_ns: Time of the capture's end (ns); 0 before.
         complete: Whether the last step of the capture has ended.
         results: Placeholder results of the workers; at the end their real results.
         stages: The stages of ``log``, once the capture has ended.
-        around: The stages of ``outside``, from the begin of the next step on.
+        around: The stages of ``around_log``, from the begin of the next step on.
     """
 
     workers: CapturedWorkers
@@ -56,7 +56,7 @@ class OpenCapture:
     folder: Path
     steps: list[StepSpan]
     log: SpanLog
-    outside: SpanLog
+    around_log: SpanLog
     run_notes: list[str]
     end_ns: int = 0
     complete: bool = False
@@ -133,7 +133,7 @@ class OpenCapture:
             *self.workers.roster.notes,
             *self.notes,
             *self.log.notes(),
-            *self.outside.notes(),
+            *self.around_log.notes(),
         ]
         return Manifest(
             run_id=self.request.run_id,
@@ -149,8 +149,8 @@ class OpenCapture:
             controller=WorkerIdentity(role="controller"),
             process=ProcessId.current(),
             stages=self.stages,
-            pauses=[*self.log.pauses, *self.outside.pauses],
-            outside=self.around or self.outside.so_far(),
+            pauses=[*self.log.pauses, *self.around_log.pauses],
+            around_the_step=self.around or self.around_log.so_far(),
             rpcs=list(self.workers.rpcs),
             workers=self.results,
             clocks=self.workers.clocks(),

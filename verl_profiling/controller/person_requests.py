@@ -193,7 +193,7 @@ class PersonRequests:
         came = []
         while self._came:
             came.append(self._came.popleft())
-        return sorted(came, key=lambda demand: demand.asked_ns)
+        return sorted(came, key=lambda demand: demand.request_ns)
 
     def _ask_for_next_step(self, *_: object) -> None:
         self._came.append(CaptureRequest(id=new_request_id(), by=SIGNAL))

@@ -87,12 +87,12 @@ class RankSummaries:
                 )
             self._late.add(rank)
 
-    def ask_collectives(self, asked: bool) -> None:
+    def request_collectives(self, wanted: bool) -> None:
         """Request or stop requesting, as rank 0, the collectives that the ranks enter."""
-        if asked != self.collectives:
-            self.collectives = asked
+        if wanted != self.collectives:
+            self.collectives = wanted
             try:
-                self._ranks.set(_COLLECTIVES, b"1" if asked else b"0")
+                self._ranks.set(_COLLECTIVES, b"1" if wanted else b"0")
             except PROBLEMS as error:
                 logger.debug("watch: the ranks are not asked for collectives: %s", in_a_line(error))
 

@@ -1,7 +1,7 @@
 """SPMD loops: every rank runs the same program, with its own callback and its own result file.
 
 The ranks exchange messages through the default store of ``torch.distributed``, on a separate
-connection. Keys are ``run`` (the run's folder), ``requests`` (captures outside the schedule),
+connection. Keys are ``run`` (the run's folder), ``requests`` (requested captures),
 ``watch`` (step summaries) and ``clock`` (handshakes between hosts). A background thread reads the
 store. Only the first captured step waits for another rank: rank 0 publishes ``run``.
 """
@@ -73,7 +73,7 @@ class Ranks:
         self._patience = 1
         self.ended = threading.Event()
         self._requests: list[Decision] = []
-        self._sent = self._received = self._asked = 0
+        self._sent = self._received = self._answered = 0
         self._thread = threading.Thread(
             target=self._listen, name="verl-profiling-ranks", daemon=True
         )
@@ -218,9 +218,9 @@ class Ranks:
             for rank in self.others:
                 if rank not in self.processes and (data := self.get(f"run/{rank}")) is not None:
                     self.processes[rank] = msgspec.msgpack.decode(data, type=ProcessId)
-            while self._asked < self._store.add("clock/asked", 0):
-                self._answer(self._asked + 1)
-                self._asked += 1
+            while self._answered < self._store.add("clock/requests", 0):
+                self._answer(self._answered + 1)
+                self._answered += 1
             return
         if self.place is None and (data := self.get("run")) is not None:
             place = msgspec.msgpack.decode(data, type=RunPlace)
@@ -236,7 +236,7 @@ class Ranks:
         here = ProcessId.current()
         if here.clock_domain == domain or os.environ.get("LOCAL_RANK", "0") != "0":
             return
-        number = self._store.add("clock/asked", 1)
+        number = self._store.add("clock/requests", 1)
         handshakes = []
         for turn in range(HANDSHAKES):
             sent_ns = clock.now_ns()

@@ -250,7 +250,7 @@ class Watch:
                 except Exception as error:  # an error of a listener does not stop the watch
                     self._say_once(id(listener), summary.step, error)
         if self._ranks is not None and self._ranks.leads:
-            self._ranks.ask_collectives(self.recorders.due)
+            self._ranks.request_collectives(self.recorders.due)
 
     def _read(self, steps: Sequence[StepSummary], left_s: Callable[[], float]) -> None:
         """Read the stages of the loop and of the workers into the steps."""

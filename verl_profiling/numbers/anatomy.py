@@ -116,13 +116,13 @@ def capture_time(step: Step) -> Spans:
         shared = crowded([time_of(outermost, name) for name in {span.name for span in outermost}])
         elsewhere = intersection(elsewhere, subtract(whole, shared))
     inside = (intersection(time_of(spans), step.during(name)) for name, spans in tools.items())
-    pauses = time_of(step.manifest.outside, CAPTURE_START, CAPTURE_STOP)
+    pauses = time_of(step.manifest.around_the_step, CAPTURE_START, CAPTURE_STOP)
     return union(pauses, subtract(time_of(step.manifest.rpcs), whole), elsewhere, *inside)
 
 
 def around_rows(manifest: Manifest) -> list[AroundRow]:
     """Return a row for each pause and each outermost stage around the step, sorted by begin."""
-    outermost = [span for span in manifest.outside if span.depth == 0]
+    outermost = [span for span in manifest.around_the_step if span.depth == 0]
     runs = grouped(sorted(outermost, key=lambda span: span.begin_ns), lambda span: span.name)
     return [
         AroundRow(

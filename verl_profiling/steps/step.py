@@ -349,7 +349,7 @@ def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
     since_ns = span.begin_ns if index else 0
     next_ns = later[0].begin_ns if later else MAX_NS
     window = _Window(span.begin_ns, span.end_ns, since_ns, next_ns)
-    around = sorted((*whole.outside, *whole.stages), key=lambda stage: stage.begin_ns)
+    around = sorted((*whole.around_the_step, *whole.stages), key=lambda stage: stage.begin_ns)
     workers = [window.part_of(worker, span.step) for worker in whole.workers]
     manifest = msgspec.structs.replace(
         whole,
@@ -362,7 +362,7 @@ def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
         complete=whole.complete or bool(later),
         stages=window.clipped(whole.stages),
         pauses=window.clipped(whole.pauses),
-        outside=list(filter(window.is_around, around)),
+        around_the_step=list(filter(window.is_around, around)),
         rpcs=list(filter(window.drives, whole.rpcs)),
         workers=workers,
         metrics=span.metrics,

@@ -262,7 +262,7 @@ def _from_manifest(manifest: Manifest) -> Iterator[_Drawn]:
         tid = threads.setdefault(rpc.worker, _FIRST_RPC_TID + len(threads))
         called = {"worker": rpc.worker, "ok": rpc.ok}
         yield (CONTROLLER, tid, f"rpc {rpc.worker}"), "rpc", rpc.method, rpc, called
-    outer_stages = [*manifest.stages, *manifest.outside]
+    outer_stages = [*manifest.stages, *manifest.around_the_step]
     yield from _of_process(CONTROLLER, outer_stages, manifest.pauses)
     for worker in manifest.workers:
         yield from _of_process(worker.name, worker.stages, worker.pauses)

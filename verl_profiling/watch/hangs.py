@@ -83,7 +83,7 @@ class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):
         lane: Its lane.
         role: Its role.
         process: The process.
-        asked_ns: Time of the loop's file, to which this is the answer.
+        request_ns: Time of the loop's file, to which this is the answer.
         quiet_s: Seconds since something in it progressed.
         stages: Its open outermost stages.
         spans: Its innermost open spans, the oldest first, and behind them those that only wait.
@@ -101,7 +101,7 @@ class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):
     lane: str
     role: str
     process: ProcessId | None = None
-    asked_ns: int = 0
+    request_ns: int = 0
     quiet_s: float = 0.0
     stages: list[OpenPart] = []
     spans: list[OpenPart] = []
@@ -158,14 +158,14 @@ class HangReporter:
             while not is_last:
                 is_last = ended.wait(pause_s)
                 self._token_ns()  # a token is dated by the look that sees it first
-                asked_ns = 0
+                request_ns = 0
                 with suppress(OSError):
-                    asked_ns = path.with_name(LOOP_FILE).stat().st_mtime_ns
-                if asked_ns and asked_ns != written_ns:
-                    write_json_atomically(path, self.state(asked_ns), durable=False)
-                elif written_ns and not asked_ns:
+                    request_ns = path.with_name(LOOP_FILE).stat().st_mtime_ns
+                if request_ns and request_ns != written_ns:
+                    write_json_atomically(path, self.state(request_ns), durable=False)
+                elif written_ns and not request_ns:
                     remove_file(path)
-                written_ns = asked_ns
+                written_ns = request_ns
         except Exception as error:
             logger.warning(
                 "watch: hangs of %s are not reported: %s", self._lane, error, exc_info=error
@@ -192,8 +192,8 @@ class HangReporter:
             stages += [(stage.begin_ns, stage.name) for stage in [*sums.open.values()]]
         return sorted(stages)
 
-    def state(self, asked_ns: int) -> ProcessState:
-        """Return the state of this process; ``asked_ns`` is the time of the loop's file."""
+    def state(self, request_ns: int) -> ProcessState:
+        """Return the state of this process; ``request_ns`` is the time of the loop's file."""
         now_ns = clock.now_ns()
         stacks = _stacks()
         # What a coroutine does is looked at first, as it keeps its event loop from all others.
@@ -205,7 +205,7 @@ class HangReporter:
             lane=self._lane,
             role=self._role,
             process=ProcessId.current(),
-            asked_ns=asked_ns,
+            request_ns=request_ns,
             quiet_s=(now_ns - self.last_ns()) / 1e9,
             stages=[OpenPart(name, (now_ns - begin_ns) / 1e9) for begin_ns, name in self.stages()],
             spans=spans[:_MOST_PARTS],
@@ -215,7 +215,7 @@ class HangReporter:
             collectives={group: number for group, number, _ in entered_collectives()},
             threads={name: [*map(_place, frames)] for name, frames in stacks.items()},
             tasks=dict(self._tasks()),
-            problem=_stopped_child() if asked_ns and is_engine else "",
+            problem=_stopped_child() if request_ns and is_engine else "",
         )
 
     def _tasks(self) -> Iterator[tuple[str, list[str]]]:

@@ -106,8 +106,10 @@ def stand_out(standing: Standing) -> list[str]:
     ordered = sorted(durations, key=durations.__getitem__, reverse=True)
     middle_ns = durations[ordered[len(ordered) // 2]]
     enough_ns = middle_ns + _BESIDE_THE_LEADER * standing.lead_ns
-    beside = [lane for lane in ordered if lane != standing.leader and durations[lane] > enough_ns]
-    return [standing.leader, *beside][:MOST_SUSPECTS]
+    also_slow = [
+        lane for lane in ordered if lane != standing.leader and durations[lane] > enough_ns
+    ]
+    return [standing.leader, *also_slow][:MOST_SUSPECTS]
 
 
 def healthiest(values: Mapping[str, float], suspects: list[str]) -> list[str]:

@@ -153,14 +153,14 @@ async def _as_tool(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    asked = str(getattr(tool_call, "name", ""))[:_LONGEST_NAME]
+    tool = str(getattr(tool_call, "name", ""))[:_LONGEST_NAME]
     if (running := current_trajectory()) is not None:
         running.add(tool_calls=running.facts.get("tool_calls", 0) + 1)
     # A model may request any name; only existing tools have a span name of their own.
     tools = getattr(agent_data, "_active_tools", None) or getattr(self, "tools", {})
-    if asked in tools:
-        _prepare_tool(type(tools[asked]))
-    opened = span(f"tool:{asked}") if asked in tools else span(_UNKNOWN_TOOL, asked=asked)
+    if tool in tools:
+        _prepare_tool(type(tools[tool]))
+    opened = span(f"tool:{tool}") if tool in tools else span(_UNKNOWN_TOOL, requested=tool)
     with opened:
         return await call(self, tool_call, tools_kwargs, agent_data, *args, **kwargs)
 

@@ -26,7 +26,7 @@ class SlowToStop(TrainWorker):
 
 
 def outside(written: Manifest) -> list[tuple[str, int]]:
-    return [(span.name, span.depth) for span in written.outside]
+    return [(span.name, span.depth) for span in written.around_the_step]
 
 
 def callback_of(config: Any) -> ProfilingCallback:
@@ -66,7 +66,7 @@ def test_the_pauses_and_what_followed_are_known_once_the_loop_goes_on(
         validated_step(callback, 3)
     written = manifest(config)
     assert outside(written) == VALIDATED
-    start, stop, write, validate, _ = written.outside
+    start, stop, write, validate, _ = written.around_the_step
     assert start.begin_ns <= written.rpcs[0].begin_ns
     assert written.rpcs[0].end_ns <= start.end_ns <= written.begin_ns
     assert written.end_ns <= stop.begin_ns <= written.rpcs[1].begin_ns
@@ -74,9 +74,9 @@ def test_the_pauses_and_what_followed_are_known_once_the_loop_goes_on(
         written.rpcs[1].end_ns <= write.begin_ns <= write.end_ns <= stop.end_ns <= validate.begin_ns
     )
     assert stop.end_ns - stop.begin_ns >= 5e7
-    assert first.outside[1].end_ns <= stop.end_ns
-    assert not any(span.failed for span in written.outside)
-    assert written == msgspec.structs.replace(first, outside=written.outside)
+    assert first.around_the_step[1].end_ns <= stop.end_ns
+    assert not any(span.failed for span in written.around_the_step)
+    assert written == msgspec.structs.replace(first, around_the_step=written.around_the_step)
     callback.on_train_end()
     assert outside(manifest(config)) == VALIDATED
 
