@@ -34,6 +34,7 @@ from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.watch.collectives import RecorderReading, with_lateness
 from verl_profiling.watch.exposed import exposed_in
 from verl_profiling.watch.idle import idle_in, made_in
+from verl_profiling.watch.savings import times_in
 from verl_profiling.watch.sinks import Listener, log_listeners
 from verl_profiling.watch.step_slices import StepSlices
 from verl_profiling.watch.sums import STAGES_OF_A_STEP, StageSums, WatchQuestion, WatchReading
@@ -239,7 +240,7 @@ class Watch:
             steps = self._ranks.exchanged(steps, left_s)
         summaries = [with_lateness(step) for step in steps]
         for _, alike in groupby(summaries, key=_lanes):
-            _judge([*alike], has_workers=bool(self.roster.targets))
+            judge([*alike], has_workers=bool(self.roster.targets))
         for summary in summaries:
             self.summaries.append(summary)
             if self.options.trigger is not None:
@@ -277,13 +278,16 @@ def _lanes(summary: StepSummary) -> tuple[tuple[str, ...], list[str]]:
     return summary.background, [use.lane for use in summary.processes]
 
 
-def _judge(summaries: Sequence[StepSummary], has_workers: bool) -> None:
+def judge(summaries: Sequence[StepSummary], has_workers: bool) -> None:
     """Set what follows from the stages of steps with the same processes."""
     slices = StepSlices(summaries)
     for summary, rows in zip(summaries, exposed_in(slices, has_workers), strict=True):
         summary.exposed = rows
-    for summary, sides in zip(summaries, idle_in(slices, has_workers), strict=True):
-        summary.trainer_idle, summary.rollout_idle = sides
+    sides, times = idle_in(slices, has_workers), times_in(slices)
+    for number, summary in enumerate(summaries):
+        summary.trainer_idle, summary.rollout_idle = sides[number]
+        step_times = times[number]
+        summary.helps = step_times.largest() if step_times is not None else None
         summary.add_up()
         if summary.spans:
             summary.samples, summary.tokens = made_in(summary)

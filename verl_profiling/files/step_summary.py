@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from struct import iter_unpack
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -170,6 +170,20 @@ class Idle(msgspec.Struct, frozen=True):
     cause_share: float = 0.0
 
 
+class Saving(msgspec.Struct, frozen=True):
+    """A change of a stage, and by how much it would shorten the step.
+
+    Attributes:
+        stage: The stage.
+        change: ``half``: the stage in half of its time; ``even``: all its workers take the mean.
+        saves_ns: The saving (ns).
+    """
+
+    stage: str
+    change: Literal["half", "even"]
+    saves_ns: Duration
+
+
 class Hang(msgspec.Struct, frozen=True, omit_defaults=True):
     """A step in which nothing progressed for too long.
 
@@ -209,6 +223,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         trainer_idle: Idle time of the training processes; ``None`` if unknown.
         rollout_idle: Idle time of the rollout's replicas, or of the stage ``rollout``; ``None`` if
             unknown.
+        helps: The change of one stage that would shorten the step most; ``None`` if unknown.
         samples: Number of trajectories that ended in the step; without trajectories, number of
             requests.
         tokens: Tokens of prompts and responses of these trajectories; 0 if unknown.
@@ -234,6 +249,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     captured: str = ""
     trainer_idle: Idle | None = None
     rollout_idle: Idle | None = None
+    helps: Saving | None = None
     samples: Count = 0
     tokens: Count = 0
     taken: Count = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from verl_profiling.files.step_summary import ROLLOUT, TRAINING, Idle, StepSummary
+from verl_profiling.files.step_summary import ROLLOUT, TRAINING, Idle, Saving, StepSummary
 from verl_profiling.numbers.columns import OTHER_RANKS, RequestedCapture, Rollout, sum_of
 from verl_profiling.numbers.lost import cause_name
 from verl_profiling.report.model import Report
@@ -157,9 +157,16 @@ def sentences(report: Report) -> Iterator[str]:
     )
 
 
+def _most_helpful(saving: Saving, summary: StepSummary) -> str:
+    """Return a sentence on the change that would help most."""
+    change = "in half of its time" if saving.change == "half" else "even over its processes"
+    saves, share = duration(saving.saves_ns / 1e9), saving.saves_ns / summary.duration_ns
+    return f"most would help: {saving.stage} {change}, {saves} ({share:.0%}) less a step"
+
+
 def waits(summary: StepSummary | None) -> Iterator[str]:
-    """Yield sentences on the idle shares of training and rollout, their causes,
-    and samples per second.
+    """Yield sentences on the idle shares of training and rollout, their causes, the change that
+    would help most, and samples per second.
     """
     if summary is None:
         return
@@ -174,6 +181,8 @@ def waits(summary: StepSummary | None) -> Iterator[str]:
     if idle:
         sides = "rollout", "training takes", "generation could make"
         yield from _idle_side(idle, TRAINING, taken, made, sides)
+    if summary.helps is not None:
+        yield _most_helpful(summary.helps, summary)
     if summary.tokens or summary.taken or summary.taken_tokens or summary.counts:
         parts = []
         for flow, names in _FLOWS.items():

@@ -106,7 +106,7 @@ def standings_in(slices: StepSlices, has_workers: bool) -> list[dict[str, list[S
     """
     has_replies = slices.many > len(slices.summaries[0].loop)
     calls = len(slices.summaries[0].loop) == 1 and (has_replies or has_workers)
-    works, path_ns = _works(slices), _path_by_role(slices)
+    works, path_ns = _works(slices), slices.path_in_calls
     found = []
     for step, (summary, of_loop) in enumerate(zip(slices.summaries, _of_loop(slices), strict=True)):
         unclear = _unclear_roles(summary)
@@ -188,19 +188,6 @@ def _joined(parts: dict[str, Standing]) -> Standing:
         key=lambda part: (part.lead_ns if part.lead_ns > tied_ns else 0, part.durations.max()),
     )
     return most._replace(durations=totals, ran=names)
-
-
-def _path_by_role(
-    slices: StepSlices,
-) -> Mapping[tuple[int, str], Mapping[str, float]]:
-    """Return the time of the path in the calls of each role (ns), by step and stage."""
-    stages, roles = slices.stages(slices.spine.name), slices.called.role
-    found = defaultdict[tuple[int, str], defaultdict[str, float]](partial(defaultdict, float))
-    for part in slices.path:
-        if part.called >= 0:
-            role = slices.roles[int(roles[part.called])]
-            found[stages[part.row]][role] += part.end - part.begin
-    return found
 
 
 def _by_path(

@@ -48,6 +48,9 @@ def values_of(summary: StepSummary) -> dict[str, float]:
     for side, idle in (("trainer", summary.trainer_idle), ("rollout", summary.rollout_idle)):
         if idle is not None:
             values[f"{PREFIX}{side}_idle"] = idle.share
+    if summary.helps is not None:
+        saves = f"{PREFIX}{summary.helps.stage}/{summary.helps.change}_saves_s"
+        values[saves] = summary.helps.saves_ns / 1e9
     values |= {f"{PREFIX}{name}": rate for name, rate in summary.rates.items()}
     values |= {f"{PREFIX}counts/{name}": value for name, value in summary.counts.items()}
     for role in summary.memory:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from itertools import chain, pairwise
 from operator import attrgetter
 
@@ -69,6 +70,10 @@ class StepSlices:
         """Return the index of the step of each slice."""
         return slices.who // max(self.many, 1)
 
+    def in_step(self, slices: Slices, step: int) -> Slices:
+        """Return the slices of a step."""
+        return slices.at(self.step(slices) == step)
+
     def named(self, slices: Slices, *names: str) -> NDArray[np.bool_]:
         """Return a mask of the slices with these names."""
         is_named = np.fromiter((name in names for name in self.names), bool, len(self.names))
@@ -125,6 +130,17 @@ class StepSlices:
             return parts
         # Engines have no collectives.
         return [*with_calls(parts, called, ~self.in_roles(called, ROLLOUT_ROLE))]
+
+    @cached_property
+    def path_in_calls(self) -> Mapping[tuple[int, str], Mapping[str, float]]:
+        """The time of the path in the calls of each role (ns), by step and stage."""
+        stages, roles = self.stages(self.spine.name), self.called.role
+        found = defaultdict[tuple[int, str], defaultdict[str, float]](partial(defaultdict, float))
+        for part in self.path:
+            if part.called >= 0:
+                role = self.roles[int(roles[part.called])]
+                found[stages[part.row]][role] += part.end - part.begin
+        return found
 
 
 def numbered(names: Sequence[str]) -> tuple[list[str], Ints]:

@@ -1,0 +1,184 @@
+"""Savings: by how much a change of one stage would shorten a step, from the step's path.
+
+A loop without generation in the background is one chain, so what a stage saves, the step saves.
+With it, the step is as long as the longer one of two chains: that of the training, and that of the
+generation with the stages before which it cannot begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from verl_profiling.files.step_summary import Saving
+from verl_profiling.manifest import WAIT
+from verl_profiling.slices.slices import Floats, Slices
+from verl_profiling.watch.step_slices import StepSlices
+
+LEAST_SHARE = 0.01
+"""Least saving, and least wait for the background, as a share of the step: less is noise."""
+
+_HALF = 0.5
+
+
+class StageTimes(NamedTuple):
+    """The time of the path in a stage (ns).
+
+    Attributes:
+        work: Time in the workers' part, or all of it without workers.
+        uneven: The part of it by which the last worker was longer than the mean; 0 if unclear.
+    """
+
+    work: float
+    uneven: float
+
+
+class Background(NamedTuple):
+    """Generation in the background of a step, for which the training waits at one place.
+
+    Attributes:
+        name: Name of its stage; empty if there is none.
+        generation_ns: Time in the stage.
+        wait_ns: Wait of the training for its end.
+        slack_ns: How long before the wait it ended.
+        before: Stages of the training before which it cannot begin.
+    """
+
+    name: str = ""
+    generation_ns: float = 0.0
+    wait_ns: float = 0.0
+    slack_ns: float = 0.0
+    before: frozenset[str] = frozenset()
+
+
+class StepTimes(NamedTuple):
+    """A step as its chains.
+
+    Attributes:
+        step_ns: Duration of the step.
+        stages: Times of the stages that are no waits.
+        background: Generation in the background.
+    """
+
+    step_ns: float
+    stages: Mapping[str, StageTimes]
+    background: Background
+
+    def saved_ns(self, scale: Mapping[str, float], balance: Collection[str] = ()) -> float:
+        """Return by how much the step would be shorter; negative if longer.
+
+        Args:
+            scale: Factors of the times of stages.
+            balance: Stages whose workers would all take the mean.
+        """
+        background = self.background
+        training = 0.0
+        generation = (1.0 - scale.get(background.name, 1.0)) * background.generation_ns
+        for name, times in self.stages.items():
+            even = times.uneven if name in balance else 0.0
+            saved = even + (1.0 - scale.get(name, 1.0)) * (times.work - even)
+            training += saved
+            if name in background.before:
+                generation += saved
+        if not background.name:
+            return training
+        return min(background.wait_ns + training, background.slack_ns + generation)
+
+    def largest(self) -> Saving | None:
+        """Return the change of one stage that would save most; ``None`` if none saves much."""
+        savings = [
+            Saving(name, "half", round(self.saved_ns({name: _HALF})))
+            for name in (*self.stages, self.background.name)
+            if name
+        ]
+        savings += [
+            Saving(name, "even", round(self.saved_ns({}, [name])))
+            for name, times in self.stages.items()
+            if times.uneven
+        ]
+        most = max(savings, key=lambda saving: saving.saves_ns, default=None)
+        if most is None or most.saves_ns < LEAST_SHARE * self.step_ns:
+            return None
+        return most
+
+
+def times_in(slices: StepSlices) -> list[StepTimes | None]:
+    """Return the chains of each step, whose summaries have their exposed times.
+
+    ``None`` where the loop waits for what is not known: a wait whose stage does not end in it, and
+    work that began before the stage that waits for it.
+    """
+    found: list[StepTimes | None] = []
+    for step, summary in enumerate(slices.summaries):
+        background = _background(slices, step) if summary.duration_ns else None
+        if background is None:
+            found.append(None)
+        else:
+            stages = _stages(slices, step)
+            found.append(StepTimes(float(summary.duration_ns), stages, background))
+    return found
+
+
+def _stages(slices: StepSlices, step: int) -> dict[str, StageTimes]:
+    """Return the times of the stages of a step that are no waits."""
+    stages = {}
+    for row in slices.summaries[step].exposed:
+        if row.name and not row.name.startswith(WAIT):
+            calls_ns = sum(slices.path_in_calls.get((step, row.name), {}).values())
+            uneven = calls_ns * (1.0 - 1.0 / row.imbalance) if row.leader else 0.0
+            stages[row.name] = StageTimes(calls_ns or float(row.exposed_ns), uneven)
+    return stages
+
+
+def _background(slices: StepSlices, step: int) -> Background | None:
+    """Return the generation in the background of a step; ``None`` if its wait is not known."""
+    spine = slices.in_step(slices.spine, step)
+    called = slices.in_step(slices.called, step)
+    waits = [name for _, name in slices.stages(np.unique(spine.name)) if name.startswith(WAIT)]
+    under_way = called.begin == slices.spine.begin[called.parent]  # clipped to it
+    background = slices.summaries[step].background
+    if not (waits or background):
+        return None if under_way.any() else Background()
+    if len(waits) != 1 or waits[0].removeprefix(WAIT) not in background:
+        return None
+    name = waits[0].removeprefix(WAIT)
+    wait = spine.at(slices.named(spine, waits[0]))
+    loop = slices.in_step(slices.whole_loop, step)
+    generation = loop.at(slices.named(loop, name)).by_name()
+    begin, end = float(wait.begin[0]), float(wait.end[-1])
+    step_begin, step_end = float(slices.begins[step]), float(slices.ends[step])
+    slack_ns = 0.0
+    if end - begin > LEAST_SHARE * (step_end - step_begin):
+        # Batches that follow each other at once are one slice, so that its end may be hidden.
+        if not ((generation.begin < end) & (generation.end > begin)).any():
+            return None
+    else:
+        ends = generation.end[generation.end < step_end]
+        if not ends.size:
+            return None
+        slack_ns = begin - float(ends[-1])
+        if slack_ns < 0:  # it ended after this step's wait, so before the next one's
+            slack_ns += step_end - step_begin
+    return Background(
+        name=name,
+        generation_ns=float((generation.end - generation.begin).sum()),
+        wait_ns=end - begin,
+        slack_ns=slack_ns,
+        before=_before_it_begins(
+            slices, spine, end, generation.begin[generation.begin > step_begin]
+        ),
+    )
+
+
+def _before_it_begins(
+    slices: StepSlices, spine: Slices, wait_end: float, begins: Floats
+) -> frozenset[str]:
+    """Return the stages between the wait for one batch and the begin of the next one."""
+    launch = float(begins.max(initial=-1.0))
+    if launch < 0:  # batches follow each other at once
+        return frozenset()
+    is_after, is_before = spine.begin >= wait_end, spine.end <= launch
+    between = is_after & is_before if launch >= wait_end else is_after | is_before
+    return frozenset(name for _, name in slices.stages(spine.name[between]))
