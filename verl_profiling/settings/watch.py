@@ -62,7 +62,8 @@ class WatchOptions:
 
     enable: bool = False
     steps: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 200
-    every: NotNegative = 5
+    # 10: a reading costs the loop as much as ten summaries; steps over 0.1 s are read each second.
+    every: NotNegative = 10
     trigger: Anomaly | None = None
     hang_s: Seconds = 30.0
     first_hang_s: Seconds = 600.0
