@@ -269,6 +269,22 @@ def test_each_run_of_a_stage_is_found_where_it_was() -> None:
     ]
 
 
+def test_runs_that_overlap_count_once_and_many_runs_hide_no_other_stage() -> None:
+    """Two tasks generate at once; 64 batches pass forward and backward; agents without a loop."""
+    loop = [in_periods("controller", {"rollout": [(0, 60), (0, 60)], "update": [(60, 90)]})]
+    rows = exposed(summary(100, loop), False)
+    assert in_ms(rows) == [("rollout", 60), ("update", 30), ("", 10)]
+    batches = range(0, 640, 10)
+    passes = {
+        "forward": [(at, at + 3) for at in batches],
+        "backward": [(at + 3, at + 10) for at in batches],
+    }
+    rows = exposed(summary(640, [in_periods("controller", passes)]), False)
+    assert in_ms(rows) == [("forward", 3 * 64), ("backward", 7 * 64)]
+    agents = RankUse(lane="agents", role="agents", spans=(SpanTotal("trajectory", 8, 600 * MS),))
+    assert in_ms(exposed(summary(50, [], agents))) == [("", 50)]
+
+
 names = st.sampled_from(["a", "b", "c", "d", ""])
 numbers = st.integers(-(10**18), 10**18) | st.integers(0, 50)
 periods = st.lists(

@@ -110,6 +110,55 @@ def test_a_saving_is_what_the_changed_loop_takes_less(in_background: bool) -> No
         assert step.helps is None or step.helps.saves_ns >= round(best)
 
 
+@pytest.mark.parametrize("other", ["actor", "critic"])
+def test_even_saves_time_of_the_uneven_part_alone(other: str) -> None:
+    """In one stage of the loop, ranks run a second stage, or another role does."""
+    draw = random.Random(43)
+    for _ in range(20):
+        second = draw.randint(50, 250)
+        times = [draw.randint(300, 500), *draw.choices(range(100, 200), k=draw.randint(1, 4))]
+        begins = times if other == "actor" else times[:1]
+        stages = [
+            ("actor", rank, {"a": [period(CALL_MS, took)]}) for rank, took in enumerate(times)
+        ]
+        if other == "critic":
+            stages.append((other, 0, {}))
+        for (*_, periods), begin in zip(stages[-len(begins) :], begins, strict=True):
+            periods["b"] = [period(CALL_MS + begin, second)]
+        workers = [
+            with_stages(RankUse(lane=f"{role}_rank{rank}", role=role, rank=rank), periods)
+            for role, rank, periods in stages
+        ]
+        step = step_of({"train": [period(0, times[0] + second + 2 * CALL_MS)]}, workers)
+        [saved] = times_in(StepSlices([step]))
+        truth_ms = times[0] - fmean(times)
+        assert saved.saved_ns({}, ["train"]) / MS == pytest.approx(truth_ms, abs=1)
+
+
+def test_of_several_waits_for_generation_nothing_is_said() -> None:
+    """They are not one wait from the first to the last."""
+    periods = {
+        "wait:rollout": [period(0, 5), period(50, 5)],
+        "update_actor": [period(5, 45), period(55, 45)],
+        "rollout": [period(0, 4), period(4, 48), period(60, 40)],
+    }
+    assert step_of(periods, [], background=("rollout",)).helps is None
+
+
+def step_of(
+    periods: dict[str, list[tuple[int, int]]],
+    workers: list[RankUse],
+    background: tuple[str, ...] = (),
+) -> StepSummary:
+    """Return a step of a controller, which ends with its last stage."""
+    end_ns = max(end for times in periods.values() for _, end in times)
+    step = StepSummary(step=1, begin_ns=BEGIN_NS, end_ns=end_ns, background=background)
+    step.loop = [with_stages(RankUse(lane="controller", role="controller"), periods)]
+    step.workers = workers
+    judge([step], True)
+    return step
+
+
 def test_it_is_shown_with_every_watched_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

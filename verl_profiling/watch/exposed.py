@@ -187,7 +187,10 @@ def _joined(parts: dict[str, Standing]) -> Standing:
         parts.values(),
         key=lambda part: (part.lead_ns if part.lead_ns > tied_ns else 0, part.durations.max()),
     )
-    return most._replace(durations=totals, ran=names)
+    longest_ns = float(totals.max())
+    uneven_ns = float(most.durations.max()) * (1.0 - 1.0 / most.imbalance)
+    imbalance = longest_ns / max(longest_ns - uneven_ns, 1.0)
+    return most._replace(durations=totals, imbalance=max(imbalance, 1.0), ran=names)
 
 
 def _by_path(
@@ -210,7 +213,7 @@ def _unclear_roles(summary: StepSummary) -> set[str]:
     """
     agents = [use for use in summary.workers if TRAJECTORY in [total.name for total in use.spans]]
     if any(not use.stages for use in agents):
-        return {ROLLOUT_ROLE, summary.loop[0].role}
+        return {ROLLOUT_ROLE, *(use.role for use in summary.loop)}
     if agents and any(use.has_spans for use in summary.workers if use.role == ROLLOUT_ROLE):
         return {ROLLOUT_ROLE}
     return set()

@@ -107,8 +107,8 @@ class StepTimes(NamedTuple):
 def times_in(slices: StepSlices) -> list[StepTimes | None]:
     """Return the chains of each step, whose summaries have their exposed times.
 
-    ``None`` where the loop waits for what is not known: a wait whose stage does not end in it, and
-    work that began before the stage that waits for it.
+    ``None`` where the loop waits for what is not known: a wait whose stage does not end in it,
+    waits at several places, and work that began before the stage that waits for it.
     """
     found: list[StepTimes | None] = []
     for step, summary in enumerate(slices.summaries):
@@ -126,9 +126,11 @@ def _stages(slices: StepSlices, step: int) -> dict[str, StageTimes]:
     stages = {}
     for row in slices.summaries[step].exposed:
         if row.name and not row.name.startswith(WAIT):
-            calls_ns = sum(slices.path_in_calls.get((step, row.name), {}).values())
-            uneven = calls_ns * (1.0 - 1.0 / row.imbalance) if row.leader else 0.0
-            stages[row.name] = StageTimes(calls_ns or float(row.exposed_ns), uneven)
+            calls_ns = slices.path_in_calls.get((step, row.name), {})
+            of_role_ns = calls_ns.get(row.role, 0.0) if row.leader else 0.0
+            uneven = of_role_ns * (1.0 - 1.0 / row.imbalance)
+            work = sum(calls_ns.values()) or float(row.exposed_ns)
+            stages[row.name] = StageTimes(work, uneven)
     return stages
 
 
@@ -145,6 +147,8 @@ def _background(slices: StepSlices, step: int) -> Background | None:
         return None
     name = waits[0].removeprefix(WAIT)
     wait = spine.at(slices.named(spine, waits[0]))
+    if (np.diff(wait.who) == 0).any():  # it waits at several places
+        return None
     loop = slices.in_step(slices.whole_loop, step)
     generation = loop.at(slices.named(loop, name)).by_name()
     begin, end = float(wait.begin[0]), float(wait.end[-1])

@@ -26,8 +26,10 @@ from verl_profiling.watch.collectives import collectives_in
 STAGES_OF_A_STEP = 16
 """Ended outermost stages that a process keeps, per step that the watch keeps."""
 
-MOST_PERIODS = 16
-"""Maximum number of periods of a stage in a step; further runs extend the last period."""
+MOST_PERIODS = 256
+"""Maximum number of periods of all stages in a step, 8 KB, with as many for each stage: the passes
+of 64 batches and more. Further runs of a stage extend its last period, which hides other stages.
+"""
 
 MOST_NAMES = 256
 """Maximum number of names, of stages in a step and of spans;
@@ -288,15 +290,16 @@ def packed_stages(stages: Mapping[str, Sequence[Period]]) -> tuple[str, bytes]:
     """
     each = sorted([(sorted(times), name) for name, times in stages.items()])
     rows: list[int] = []
+    most = max(1, MOST_PERIODS // max(1, len(each)))
     for number, (times, _) in enumerate(each):
-        left = MOST_PERIODS
+        left = most
         for begin_ns, end_ns in times:
-            if left == MOST_PERIODS or (left and begin_ns - rows[-2] > _TOUCHING_NS):
+            if left == most or (left and begin_ns - rows[-2] > _TOUCHING_NS):
                 rows += number, begin_ns, end_ns, end_ns - begin_ns
                 left -= 1
-            else:
+            else:  # the runs of two tasks overlap
+                rows[-1] += max(0, end_ns - max(begin_ns, rows[-2]))
                 rows[-2] = max(rows[-2], end_ns)
-                rows[-1] += end_ns - begin_ns
     return "\n".join([name for _, name in each]), array("q", rows).tobytes()
 
 
