@@ -1,5 +1,7 @@
 """Shifts of durations against their own past: their spread, and the evidence for changes.
 
+The watch's detector, ``plan`` and the run's view use them.
+
 A shift is the logarithm of a duration over the median before it. The spread is robust: two of three
 shifts are within it. If successive shifts are similar, as in a drift, the spread counts as wider.
 """
@@ -118,7 +120,10 @@ class Past:
         self._change = _Change(before, self.usual, deque(every[-1:], self._window), shifts[::-1])
 
     def change_ends(self) -> None:
-        """Record that a step was shorter: the change is over, or the duration has a new level."""
+        """Record that a later step was shorter than those of the change.
+
+        The change ends once as many steps as the past holds have followed.
+        """
         if self._change is not None:
             self._change.steps_left = self._values.maxlen
 
@@ -213,8 +218,12 @@ class Series:
         return self.value - self.past.usual
 
     def measure(self, value: float, ratio: float | None, matters_s: float) -> float:
-        """Set the duration of a step (s); return its evidence for a change,
-        negative if there is none.
+        """Set the duration of a step; return its evidence for a change, negative if there is none.
+
+        Args:
+            value: The duration (s).
+            ratio: Ratio to the usual duration from which a step counts; ``None`` if none does.
+            matters_s: Least excess over the usual duration that counts (s).
         """
         self.value = value
         self.past.join(value, matters_s)

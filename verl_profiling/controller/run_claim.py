@@ -109,7 +109,7 @@ def check_folder(config: ProfilingConfig) -> None:
 
 
 def _check_staging(folder: Path) -> None:
-    """Refuse an existing staging folder now, with which each captured step would fail."""
+    """Refuse a staging folder that exists but cannot be used: each captured step would fail."""
     if not os.path.lexists(folder):
         return
     try:

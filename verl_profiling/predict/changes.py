@@ -1,7 +1,8 @@
 """The changes of a step that a user can ask for: their values, their words, and the step with them.
 
 A new change is a field of :class:`Changes`, with its check, its option and its assumption, and
-takes effect in :class:`Baseline`. Other resources are replayed in
+takes effect in :class:`Baseline`. ``CapturedStep.what_if`` and ``commands/what_if.py`` pass it;
+``predict/prediction.py`` offers it as one that would help. Other resources are replayed in
 :mod:`verl_profiling.predict.replicas`.
 """
 

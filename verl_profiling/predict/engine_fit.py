@@ -69,7 +69,7 @@ class Engines(NamedTuple):
 
     Attributes:
         served: The requests.
-        load: The running requests.
+        load: The number of running requests over time.
         slots: Most requests that a replica runs at once.
         few: Least running requests in the capture.
         many: Most running requests in the capture.
@@ -274,7 +274,7 @@ def _curves(
 
     Args:
         served: The requests.
-        load: The running requests.
+        load: The number of running requests over time.
         knots: Numbers of running requests.
         more: How many times as many requests a replica runs in the prediction.
     """

@@ -172,8 +172,9 @@ class LoopRuns:
         return of_workers
 
     def call(self, runs: Iterable[Run]) -> None:
-        """Let stages call and wait for the runs of workers: those of their name,
-        then those inside them.
+        """Let stages call the stages of workers, and wait for them.
+
+        A worker's stage is called by the loop's stage of its name, else by the one around it.
         """
         others = list[Run]()
         for run in runs:

@@ -343,7 +343,7 @@ def _range_s(key: _Key, values: Sequence[float]) -> float | None:
 def _values(key: _Key, steps: list[dict[_Key, float]]) -> list[float]:
     """Return a number of each step; 0 for a stage, cause or kernel that a step does not have.
 
-    Steps without the lane are left out, because the lane was not recorded there.
+    A worker's steps without the number are left out: the worker was not recorded there.
     """
     if not any(key in numbers for numbers in steps):
         return []

@@ -22,11 +22,11 @@ from verl_profiling.report.losses import (
     AWAIT,
     MARK_MORE,
     Loss,
+    time_text,
     is_recorded,
     on_all,
     span_us,
     stages_of,
-    time_of,
 )
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.units import duration, listed
@@ -130,7 +130,7 @@ def _in_no_stage(report: Report) -> Iterator[Loss]:
         return
     for row in stages_of(report, OUTSIDE_STAGES):
         text = (
-            f"The loop was in no stage for {time_of(row.duration_us)} ({row.share:.0%} of the "
+            f"The loop was in no stage for {time_text(row.duration_us)} ({row.share:.0%} of the "
             f"step); the median before was {duration(request.median)}."
         )
         yield Loss(text, on_all(report, row.duration_us / 1e6), ["controller"])
@@ -158,7 +158,7 @@ def _capture(report: Report) -> Iterator[Loss]:
     """Yield the time of the calls that start and stop the capture."""
     for row in stages_of(report, CAPTURE_CALLS):
         text = (
-            f"Starting and stopping the capture took {time_of(row.duration_us)} of the step "
+            f"Starting and stopping the capture took {time_text(row.duration_us)} of the step "
             f"({row.share:.0%}); steps without a capture do not spend this time."
         )
         seconds = on_all(report, row.duration_us / 1e6)
@@ -170,7 +170,7 @@ def _pause(report: Report) -> Iterator[Loss]:
     if report.span_us and report.pause_us:  # a step that is recorded now has no length yet
         share = report.pause_us / span_us(report)
         text = (
-            f"The loop waited {time_of(report.pause_us)} before and after the step ({share:.0%} "
+            f"The loop waited {time_text(report.pause_us)} before and after the step ({share:.0%} "
             "of its time) for the capture to start and stop."
         )
         yield Loss(text, on_all(report, report.pause_us / 1e6), _by_cost(report), share)

@@ -104,9 +104,9 @@ def stragglers(report: Report) -> Iterator[Loss]:
         if row.workers == 2:
             who = "the other worker"
         text = (
-            f"{row.slowest} is slow in {row.stage}: it took {time_of(row.slowest_us)} without "
+            f"{row.slowest} is slow in {row.stage}: it took {time_text(row.slowest_us)} without "
             f"waits, {who} "
-            f"{time_of(others_us)}, which is {report.lane_seconds(row.behind_us / 1e6)} of waiting."
+            f"{time_text(others_us)}, which is {report.lane_seconds(row.behind_us / 1e6)} of waiting."
         )
         several = f"{row.slowest}_rank", f"{row.slowest} "  # ranks of a replica, devices of one
         late = [lane for lane in lanes if lane == row.slowest or lane.startswith(several)]
@@ -122,7 +122,7 @@ def idle_stages(report: Report) -> Iterator[Loss]:
             continue
         share = row.idle_us / span_us(report)
         text = (
-            f"In {row.name}, all recorded lanes were idle for {time_of(row.idle_us)} "
+            f"In {row.name}, all recorded lanes were idle for {time_text(row.idle_us)} "
             f"({share:.0%} of the step)"
         )
         if row.name in of_workers:
@@ -185,8 +185,8 @@ def tail(report: Report) -> Iterator[Loss]:
         tokens = f"; with {made[tail.last_replica]:,} tokens, the median is {usual:,.0f}"
     text = (
         f"waited for the last replica of the rollout (rollout{tail.last_replica} was done after "
-        f"{time_of(tail.last_finish_us)}, the median is "
-        f"{time_of(tail.median_finish_us)}{tokens}{_last_length(report)})"
+        f"{time_text(tail.last_finish_us)}, the median is "
+        f"{time_text(tail.median_finish_us)}{tokens}{_last_length(report)})"
     )
     loss = _of_cause(report, "long_tail", text)
     late = [row.name for row in report.workers if row.replica == tail.last_replica is not None]
@@ -214,8 +214,8 @@ def slow_replica(report: Report) -> Iterator[Loss]:
     if slow is None or is_late or not report.noticed:
         return
     row = slow.row
-    token = time_of(slow.token_us)
-    usual = time_of(slow.usual_us)
+    token = time_text(slow.token_us)
+    usual = time_text(slow.usual_us)
     text = f"{row.worker} takes {token} a token, the other replicas {usual}."
     lanes = [lane.name for lane in report.workers if lane.replica == row.replica] or [row.worker]
     share = 1 - slow.usual_us / slow.token_us
@@ -463,7 +463,7 @@ def span_us(report: Report) -> float:
     return max(report.span_us, 1.0)
 
 
-def time_of(us: float) -> str:
+def time_text(us: float) -> str:
     return duration(us / 1e6)
 
 

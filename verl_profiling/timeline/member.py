@@ -56,7 +56,7 @@ _BATCH = 4096
 
 
 class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The inputs of a process that writes one member.
+    """The inputs of a process that writes one gzip member of the timeline.
 
     Attributes:
         source: The trace or log.

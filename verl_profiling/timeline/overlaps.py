@@ -30,8 +30,9 @@ _Row = tuple[int | str | None, int | str | None]  # process, thread
 
 
 class Overlaps:
-    """The slices of one trace, some 60 bytes each,
-    and the rows of those that overlap others partly.
+    """Finds the slices of one trace that overlap others of their row partly, and moves them.
+
+    It keeps some 60 bytes of each slice.
     """
 
     def __init__(self, lane_index: int) -> None:

@@ -337,7 +337,7 @@ def _place(frame: FrameType) -> str:
 
 
 class _Kind(IntEnum):
-    """The kinds of hang, that of the process to report first.
+    """The kinds of hang, that of the process to report first; docs/hangs.md explains each.
 
     A process that cannot answer comes first, then one whose open part no other process explains.
     The chain is loop, worker or agent loop, engine, tool or collective.
