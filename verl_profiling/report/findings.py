@@ -22,11 +22,11 @@ from verl_profiling.report.losses import (
     AWAIT,
     MARK_MORE,
     Loss,
-    time_text,
     is_recorded,
     on_all,
     span_us,
     stages_of,
+    time_text,
 )
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.units import duration, listed

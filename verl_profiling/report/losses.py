@@ -105,8 +105,8 @@ def stragglers(report: Report) -> Iterator[Loss]:
             who = "the other worker"
         text = (
             f"{row.slowest} is slow in {row.stage}: it took {time_text(row.slowest_us)} without "
-            f"waits, {who} "
-            f"{time_text(others_us)}, which is {report.lane_seconds(row.behind_us / 1e6)} of waiting."
+            f"waits, {who} {time_text(others_us)}, which is "
+            f"{report.lane_seconds(row.behind_us / 1e6)} of waiting."
         )
         several = f"{row.slowest}_rank", f"{row.slowest} "  # ranks of a replica, devices of one
         late = [lane for lane in lanes if lane == row.slowest or lane.startswith(several)]
