@@ -246,6 +246,18 @@ def test_a_large_lead_is_noticed_in_its_third_step() -> None:
     assert [each and each.suspects for each in found] == [None, None, ["actor_rank3"]]
 
 
+def test_of_two_leads_the_larger_is_noticed_first() -> None:
+    """The other one in the next step."""
+    for slow in (
+        {"actor_rank2": 2.0, "rollout3_rank0": 1.5},
+        {"actor_rank2": 1.6, "rollout3_rank0": 1.5},
+    ):
+        detector = Detector(Anomaly(slow_step=None, slow_stage=None))
+        found = [detector.observe(summary(step, slow=slow)) for step in range(1, 9)]
+        named = [lane for each in found if each is not None for lane in each.suspects]
+        assert named == sorted(slow, reverse=slow["actor_rank2"] < 2.0)
+
+
 def test_a_process_that_leads_now_and_then_is_not_noticed() -> None:
     """As in stages of trajectories, where each agent loop leads in some steps."""
     detector = Detector(Anomaly(slow_step=None, slow_stage=None))

@@ -173,14 +173,15 @@ class Detector:
         second one.
 
         For a lead of three times the threshold, three steps in a row are enough. A larger lead is
-        detected again. Slow stages go first, and their suspects count as detected.
+        detected again. Of several, the largest is detected first. Slow stages go before leads, and
+        their suspects count as detected.
         """
         least = self._options.leader
         if least is None:
             return slow
         leads = _leads(summary)
         leading = None
-        for who in {*self._leads, *leads}:
+        for who in sorted({**self._leads, **leads}, key=lambda who: -leads.get(who, 0.0)):
             stage, lane = who
             shares = self._leads.setdefault(who, deque(maxlen=self._options.window))
             shares.append(leads.get(who, 0.0))
