@@ -23,6 +23,7 @@ from conftest import ROOT
 
 from verl_profiling import ProfilingCallback, analysis, stage
 from verl_profiling.capture.session import Session
+from verl_profiling.errors import ConfigError
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.manifest import CaptureResult, Manifest
 from verl_profiling.workers import CaptureMixin, WorkerProcesses, join_callback
@@ -220,3 +221,64 @@ def test_without_a_callback_a_process_goes_on(
     worker.init_capture(settings(tmp_path, [1]), role="actor")
     join_callback(worker, str(tmp_path / "nobody"), 0)
     assert "no callback listens at" in caplog.text
+
+
+def _lost_loop(given: dict[str, Any], pipe: Any) -> None:
+    actors, profiling = WorkerProcesses(1), ProfilingCallback(given)
+    profiling.add_workers("actor", actors)
+    pipe.send(actors.address)
+    pipe.recv()
+    profiling.on_step_begin(1)
+    pipe.send("captured")
+    pipe.recv()
+
+
+def test_a_worker_records_no_longer_than_its_loop(tmp_path: Path, session: Session) -> None:
+    """Where the process of the loop is killed in a captured step, the capture ends in the worker,
+    with its result.
+    """
+    given = settings(tmp_path, [1])
+    processes = multiprocessing.get_context("spawn")
+    pipe, others = processes.Pipe()
+    loop = processes.Process(target=_lost_loop, args=(given, others))
+    loop.start()
+    worker = CaptureMixin()
+    worker.init_capture(given, role="actor", rank=0)
+    join_callback(worker, pipe.recv(), rank=0)
+    pipe.send("joined")
+    assert pipe.recv() == "captured"
+    assert worker.capture.recording
+    loop.kill()
+    eventually(lambda: not worker.capture.recording)
+    eventually((tmp_path / "step_000001" / "actor_rank0.result.json").exists)
+    loop.join()
+
+
+def test_a_stopped_worker_does_not_stop_the_loop(tmp_path: Path, session: Session) -> None:
+    """The loop sends any number of calls, and the worker answers all once it runs again."""
+    given = settings(tmp_path, [1])
+    actors = WorkerProcesses(1)
+    with process(given, actors.address, 0) as (worker, _):
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGSTOP)
+        calls = []
+        for _ in range(DRAW.randint(600, 900)):
+            calls += actors.execute_all_async("stop_capture")
+        assert not any(call.done() for call in calls)
+        os.kill(worker.pid, signal.SIGCONT)
+        assert {call.result(60).result.identity.rank for call in calls} == {0}
+    actors.close()
+
+
+def test_wrong_numbers_are_refused(session: Session) -> None:
+    """A rank or a size that is no such number is an error at once; a second close is none."""
+    actors = WorkerProcesses(1)
+    for rank in (None, "first", 0.5):
+        with pytest.raises(ConfigError, match=r"join_callback: rank"):
+            join_callback(CaptureMixin(), actors.address, rank)  # type: ignore[arg-type]
+    for size in (0, -1, None):
+        with pytest.raises(ConfigError, match=r"WorkerProcesses"):
+            WorkerProcesses(size)  # type: ignore[arg-type]
+    actors.close()
+    eventually(lambda: not Path(actors.address).exists())
+    actors.close()

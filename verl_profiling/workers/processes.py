@@ -13,11 +13,15 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
+from queue import SimpleQueue
 from typing import Any
 from weakref import WeakSet
 
-from verl_profiling.controller.targets import Target, WorkerLostError, make_targets, wait_for
+from verl_profiling.controller.targets import Call, Target, WorkerLostError, make_targets, wait_for
+from verl_profiling.typed_values import Positive, value_of
+from verl_profiling.watch.sums import NO_LOOKS, WatchQuestion
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +55,17 @@ class WorkerProcesses:
     Args:
         size: Number of processes.
 
+    Raises:
+        ConfigError: The size is no number of processes.
+
     Attributes:
         world_size: The same number.
         address: The argument of :func:`join_callback` in these processes.
     """
 
     def __init__(self, size: int) -> None:
-        self.world_size = size
-        self._members: list[_Member | None] = [None] * size
+        self.world_size: int = value_of(Positive, size, "WorkerProcesses")
+        self._members: list[_Member | None] = [None] * self.world_size
         self._lock = threading.Lock()
         self._listener = Listener(family="AF_UNIX", backlog=_AT_ONCE)
         self._closed = False
@@ -81,7 +88,8 @@ class WorkerProcesses:
     def close(self) -> None:
         """Accept no further processes; those that have joined stay."""
         self._closed = True
-        Client(self.address).close()  # ends the wait for the next one
+        with suppress(OSError):  # closed already
+            Client(self.address).close()  # ends the wait for the next one
 
     def _listen(self) -> None:
         while True:
@@ -104,6 +112,7 @@ class WorkerProcesses:
         if refusal:
             logger.warning("a process (pid %d) is not captured: %s", pid, refusal)
         else:
+            _start(member.send)
             member.read()
 
     def _refusal(self, rank: int, member: _Member) -> str:
@@ -129,20 +138,24 @@ class _Member:
     def __init__(self, connection: Connection, pid: int) -> None:
         self.pid, self.ended = pid, False
         self._connection = connection
+        self._calls: SimpleQueue[tuple[str, tuple[Any, ...]] | None] = SimpleQueue()
         self._waiting: deque[Future[Any]] = deque()
         self._lock = threading.Lock()
 
     def call(self, future: Future[Any], method: str, arguments: tuple[Any, ...]) -> None:
-        """Send a call, whose reply sets the future."""
+        """Have a call sent, whose reply sets the future."""
         with self._lock:
             self._waiting.append(future)
-            if not self.ended:
-                try:
-                    self._connection.send((method, arguments))
-                    return
-                except OSError:
-                    self.ended = True
-        self._fail()
+            if self.ended:
+                self._fail()
+            else:
+                self._calls.put((method, arguments))
+
+    def send(self) -> None:
+        """Send the calls: on a thread, as the socket of a stopped process takes only so many."""
+        with suppress(OSError):  # it has ended, which the other thread notices
+            while (call := self._calls.get()) is not None:
+                self._connection.send(call)
 
     def read(self) -> None:
         """Read the replies until the process ends."""
@@ -160,7 +173,8 @@ class _Member:
                 logger.error("the replies of pid %d cannot be read: %s", self.pid, error)
         with self._lock:
             self.ended = True
-        self._fail()
+            self._calls.put(None)
+            self._fail()
 
     def _fail(self) -> None:
         """Let the calls fail that have no reply."""
@@ -182,8 +196,9 @@ def join_callback(
         loop: Event loop on which the worker's coroutines run.
 
     Raises:
-        ConfigError: The worker has no capture methods.
+        ConfigError: The worker has no capture methods, or the rank is no number.
     """
+    rank = value_of(int, rank, "join_callback: rank")
     [target] = make_targets("worker", worker, loop)
     try:
         connection = Client(address)
@@ -200,15 +215,23 @@ def join_callback(
 
 
 def _answer(connection: Connection, target: Target) -> None:
-    """Answer calls until the process of the callback ends."""
+    """Answer calls until the process of the callback ends, and with it an open capture."""
     try:
         while True:
             method, arguments = connection.recv()
-            [call] = target.call(method, *arguments)
-            call.timeout_s = _NO_LIMIT_S
-            wait_for([call])
+            call = _called(target, method, *arguments)
             error = call.error
             problem = None if error is None else (type(error).__name__, str(error))
             connection.send((call.reply(), problem))
     except (EOFError, OSError):
         connection.close()
+        _called(target, "stop_capture")
+        _called(target, "read_watch", WatchQuestion(hangs=NO_LOOKS))
+
+
+def _called(target: Target, method: str, *arguments: Any) -> Call:
+    """Call the worker of this process, and wait for its reply."""
+    [call] = target.call(method, *arguments)
+    call.timeout_s = _NO_LIMIT_S
+    wait_for([call])
+    return call
