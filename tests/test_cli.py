@@ -142,6 +142,15 @@ def test_view_serves_until_interrupted(tmp_path: Path) -> None:
     assert (process.returncode, errors) == (EXIT_OK, "")
 
 
+def test_view_refuses_a_port_that_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A number beyond all ports is bad input, like a port that is taken."""
+    pytest.importorskip("viztracer")
+    assert main(["view", str(build_step(tmp_path)), "--port", "99999"]) == EXIT_BAD_INPUT
+    assert "--port: 99999 cannot be used" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["a file", "a link"])
 def test_view_serves_nothing_that_lay_in_the_folder_already(tmp_path: Path, kind: str) -> None:
     """The page is made of the step's data; a link in the place of a result is not followed."""

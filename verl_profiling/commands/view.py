@@ -74,8 +74,9 @@ def run(arguments: argparse.Namespace) -> bool:
     }
     try:
         server = TimelineServer(timeline, pages, ui, arguments.port)
-    except OSError as error:
-        raise ConfigError("--port", f"{arguments.port} cannot be used: {error.strerror}") from error
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", error)
+        raise ConfigError("--port", f"{arguments.port} cannot be used: {reason}") from error
     with server:
         address = server.timeline_address(timeline.name)
         reports = [server.page_address(name, timeline.name) for name in pages]
