@@ -229,13 +229,18 @@ def _lost_loop(given: dict[str, Any], pipe: Any) -> None:
     pipe.send(actors.address)
     pipe.recv()
     profiling.on_step_begin(1)
+    if not os.fork():  # a child that outlives the loop
+        time.sleep(5.0)
+        os._exit(0)
     pipe.send("captured")
     pipe.recv()
 
 
-def test_a_worker_records_no_longer_than_its_loop(tmp_path: Path, session: Session) -> None:
+def test_a_worker_records_no_longer_than_its_loop(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
     """Where the process of the loop is killed in a captured step, the capture ends in the worker,
-    with its result.
+    with its result; nobody listens any more, even if a child of the loop lives.
     """
     given = settings(tmp_path, [1])
     processes = multiprocessing.get_context("spawn")
@@ -244,7 +249,8 @@ def test_a_worker_records_no_longer_than_its_loop(tmp_path: Path, session: Sessi
     loop.start()
     worker = CaptureMixin()
     worker.init_capture(given, role="actor", rank=0)
-    join_callback(worker, pipe.recv(), rank=0)
+    address = pipe.recv()
+    join_callback(worker, address, rank=0)
     pipe.send("joined")
     assert pipe.recv() == "captured"
     assert worker.capture.recording
@@ -252,6 +258,8 @@ def test_a_worker_records_no_longer_than_its_loop(tmp_path: Path, session: Sessi
     eventually(lambda: not worker.capture.recording)
     eventually((tmp_path / "step_000001" / "actor_rank0.result.json").exists)
     loop.join()
+    join_callback(worker, address, rank=0)
+    assert "Connection refused" in caplog.text
 
 
 def test_a_stopped_worker_does_not_stop_the_loop(tmp_path: Path, session: Session) -> None:

@@ -31,11 +31,11 @@ _AT_ONCE = 128
 _NO_LIMIT_S = 1e9
 """Timeout of a call here: it is the callback that waits with a timeout."""
 
-_connections: WeakSet[Connection] = WeakSet()
+_connections: WeakSet[Connection | Listener] = WeakSet()
 
 
 def _close_inherited() -> None:
-    """Close the copies of a forked child: else they hide the end of the process that joined."""
+    """Close the copies of a forked child: else they hide the end of a process."""
     for connection in [*_connections]:
         connection.close()
 
@@ -68,6 +68,7 @@ class WorkerProcesses:
         self._members: list[_Member | None] = [None] * self.world_size
         self._lock = threading.Lock()
         self._listener = Listener(family="AF_UNIX", backlog=_AT_ONCE)
+        _connections.add(self._listener)
         self._closed = False
         self.address = str(self._listener.address)
         _start(self._listen)
