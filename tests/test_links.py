@@ -36,7 +36,7 @@ OTHERS = {
     "identity Path(f'/proc/{pid}/stat').read_text": "of the kernel",
     "watch.hangs path.read_text": "of the kernel",
     "files.memory os.open": "of the kernel",
-    "files.memory own.read_text": "of the kernel",
+    "files.memory groups.read_text": "of the kernel",
     "files.memory path.read_text": "of the kernel",
     "files.memory (folder / limit).read_text": "of the kernel",
     "files.memory (folder / usage).read_text": "of the kernel",
