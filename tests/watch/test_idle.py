@@ -206,7 +206,7 @@ def test_of_a_controller_with_ray_workers(tmp_path: Path, actors: Actors) -> Non
         ("rollout", "training"),
         ("rollout", "no requests"),
     }
-    assert [summary.samples for summary in found] == [0, 0, 3, 3, 3]
+    assert [summary.samples for summary in found[1:]] == [0, 3, 3, 3]
     for summary, truth in [*zip(found, truths, strict=True)][2:]:
         rates = {"samples": 3, "tokens": 36, "samples_taken": 2, "tokens_taken": 24}
         true = {f"{name}_per_s": many / truth.step_s for name, many in rates.items()}
