@@ -74,14 +74,11 @@ def check_step(summary: StepSummary, watch: Stopwatch) -> dict[str, tuple[float,
     assert summary.trainer_idle is not None
     idle = summary.rollout_idle  # unknown in a step in which nothing was generated
     assert (idle is None) == (rollout == 0)
-    waited = 1 - (update + sync) / seconds
-    hooks = exposed.get("", 0.0) / seconds  # of a busy machine; no stage, and no wait
-    trainer_idle = summary.trainer_idle.share
     return {
         "update_actor": (exposed["update_actor"] / seconds, update / seconds),
         "update_weights": (exposed["update_weights"] / seconds, sync / seconds),
-        "wait": (exposed["wait:rollout"] / seconds, waited - hooks),
-        "trainer": (trainer_idle, min(max(trainer_idle, waited - hooks), waited)),
+        "wait": (exposed["wait:rollout"] / seconds, 1 - (update + sync) / seconds),
+        "trainer": (summary.trainer_idle.share, 1 - (update + sync) / seconds),
         "rollout": (1.0 if idle is None else idle.share, 1 - rollout / seconds),
     }
 
