@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from drawn_summaries import summary
 from step_folders import build_step, rewrite
@@ -16,8 +17,7 @@ from test_top import write_run
 
 from verl_profiling.cli import main
 from verl_profiling.commands import COMMANDS, EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
-from verl_profiling.manifest import StageSpan
-from verl_profiling.steps.nsys import Collected
+from verl_profiling.manifest import NsysRange, StageSpan
 from verl_profiling.watch.sinks import WatchLog
 
 AUTOMATION = Path(__file__).parents[1] / "docs" / "automation.md"
@@ -146,18 +146,29 @@ def test_the_plan_has_its_steps_and_roles(tmp_path: Path, printed: Any, seed: in
         assert all(f"{ratio:.1f} times" in plan.text for ratio in document["noticed_from"].values())
 
 
-def test_other_documents(
-    tmp_path: Path, printed: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_other_documents(tmp_path: Path, printed: Any, capsys: Any) -> None:
     """The tools of the machine, and collected reports; a path need not be UTF-8."""
     doctor = printed("doctor")
     for part in doctor.documents[0]["machine"]:
         assert f"{part['subject']:<18}  {part['state']}\n" in doctor.text
-    reports = [Collected("step_000001/a.nsys-rep", "ok"), Collected("b", "missing", "no report")]
-    monkeypatch.setattr("verl_profiling.commands.collect.collect", lambda path, *, export: reports)
+    reports = tmp_path / "nsys"
+    for folder in (reports, tmp_path / "step_000001"):
+        folder.mkdir()
+    (reports / "actor.7.1.nsys-rep").write_bytes(b"report")
+    with (reports / "actor.7.ranges.jsonl").open("wb") as notes:
+        for number, name in enumerate(("a.nsys-rep", "b.nsys-rep"), 1):
+            noted = NsysRange(
+                number=number, folder="step_000001", artifact=name, begin_ns=1, end_ns=2
+            )
+            notes.write(msgspec.json.encode(noted) + b"\n")
     collect = printed("collect", str(tmp_path))
-    assert collect.documents == [{"artifacts": [report._asdict() for report in reports]}]
-    assert collect.text == "ok          step_000001/a.nsys-rep\nmissing     b  no report\n"
+    artifacts = collect.documents[0]["artifacts"]
+    assert [(entry["path"], entry["status"]) for entry in artifacts] == [
+        ("step_000001/a.nsys-rep", "ok"),
+        ("step_000001/b.nsys-rep", "missing"),
+    ]
+    lines = (f"{entry['status']:<10}  {entry['path']}  {entry['reason']}" for entry in artifacts)
+    assert collect.text.splitlines() == [line.rstrip() for line in lines]
     run = tmp_path / b"l\xe4uft".decode(errors="surrogateescape")
     write_run(run)
     assert main(["top", str(run), "--json"]) == EXIT_OK
