@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quiet_steps import with_stages
 
+from verl_profiling.controller.watch import judge
 from verl_profiling.files.step_summary import ExposedStage, RankUse, SpanTotal, StepSummary
 from verl_profiling.watch.exposed import exposed, standings
 
@@ -267,6 +268,15 @@ def test_each_run_of_a_stage_is_found_where_it_was() -> None:
         ("rollout0_rank0", 20 * MS),
         ("actor_rank0", 0),
     ]
+
+
+def test_nobody_leads_where_a_silent_role_may_have_worked() -> None:
+    """The actors of an update have not answered; the engines have, and lead their own stage."""
+    loop = controller(("rollout", 0, 60), ("update_actor", 60, 100))
+    step = summary(100, loop, in_periods("rollout0_rank0", {"generate": [(1, 59)]}))
+    for roles, leader in (({"rollout"}, "controller"), ({"rollout", "actor"}, "")):
+        judge([step], True, roles)
+        assert [row.leader for row in step.exposed] == ["rollout0_rank0", leader]
 
 
 def test_runs_that_overlap_count_once_and_many_runs_hide_no_other_stage() -> None:

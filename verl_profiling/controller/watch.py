@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from itertools import groupby
@@ -239,8 +239,9 @@ class Watch:
         if self._ranks is not None:
             steps = self._ranks.exchanged(steps, left_s)
         summaries = [with_lateness(step) for step in steps]
+        roles = {target.roles[0] for target in self.roster.targets}
         for _, alike in groupby(summaries, key=_lanes):
-            judge([*alike], has_workers=bool(self.roster.targets))
+            judge([*alike], bool(roles), roles)
         for summary in summaries:
             self.summaries.append(summary)
             if self.options.trigger is not None:
@@ -278,10 +279,17 @@ def _lanes(summary: StepSummary) -> tuple[tuple[str, ...], list[str]]:
     return summary.background, [use.lane for use in summary.processes]
 
 
-def judge(summaries: Sequence[StepSummary], has_workers: bool) -> None:
-    """Set what follows from the stages of steps with the same processes."""
+def judge(summaries: Sequence[StepSummary], has_workers: bool, roles: Collection[str] = ()) -> None:
+    """Set what follows from the stages of steps with the same processes.
+
+    Args:
+        summaries: The steps.
+        has_workers: Whether the loop calls workers.
+        roles: Their roles, as far as they are known.
+    """
+    is_silent = not {use.role for use in summaries[0].workers}.issuperset(roles)
     slices = StepSlices(summaries)
-    for summary, rows in zip(summaries, exposed_in(slices, has_workers), strict=True):
+    for summary, rows in zip(summaries, exposed_in(slices, has_workers, is_silent), strict=True):
         summary.exposed = rows
     sides, times = idle_in(slices, has_workers), times_in(slices)
     for number, summary in enumerate(summaries):

@@ -21,7 +21,9 @@ def exposed(summary: StepSummary, has_workers: bool = True) -> list[ExposedStage
     return exposed_in(StepSlices([summary]), has_workers)[0]
 
 
-def exposed_in(slices: StepSlices, has_workers: bool) -> list[list[ExposedStage]]:
+def exposed_in(
+    slices: StepSlices, has_workers: bool, is_silent: bool = False
+) -> list[list[ExposedStage]]:
     """Return the exposed time of the loop's stages in each step, in order; a last row holds the
     time in no stage.
 
@@ -32,12 +34,13 @@ def exposed_in(slices: StepSlices, has_workers: bool) -> list[list[ExposedStage]
         slices: The slices of the steps.
         has_workers: Whether the loop calls workers. Then a summary without workers has no clear
             leader.
+        is_silent: Whether no worker of a role has answered. It may have worked where no other did.
     """
     path_ns = _path_by_stage(slices)
     return [
         _rows(summary, each, {name: path_ns[step, name] for name in each})
         for step, (summary, each) in enumerate(
-            zip(slices.summaries, standings_in(slices, has_workers), strict=True)
+            zip(slices.summaries, standings_in(slices, has_workers, is_silent), strict=True)
         )
     ]
 
@@ -96,16 +99,20 @@ def alone_ns(summary: StepSummary) -> float:
     return summary.duration_ns - float((busy.end - busy.begin).sum())
 
 
-def standings_in(slices: StepSlices, has_workers: bool) -> list[dict[str, list[Standing]]]:
+def standings_in(
+    slices: StepSlices, has_workers: bool, is_silent: bool = False
+) -> list[dict[str, list[Standing]]]:
     """Return the standings for each stage of the loop in each step, in order; first the role that
     was waited for.
 
     Args:
         slices: The slices of the steps.
         has_workers: Whether the loop calls workers.
+        is_silent: Whether no worker of a role has answered.
     """
     has_replies = slices.many > len(slices.summaries[0].loop)
     calls = len(slices.summaries[0].loop) == 1 and (has_replies or has_workers)
+    may_lead = not calls or (has_replies and not is_silent)
     works, path_ns = _works(slices), slices.path_in_calls
     found = []
     for step, (summary, of_loop) in enumerate(zip(slices.summaries, _of_loop(slices), strict=True)):
@@ -113,7 +120,7 @@ def standings_in(slices: StepSlices, has_workers: bool) -> list[dict[str, list[S
         each: dict[str, list[Standing]] = {}
         for name, standing in of_loop.items():
             stage = step, name
-            ordered = [standing._replace(clear=standing.clear and (has_replies or not calls))]
+            ordered = [standing._replace(clear=standing.clear and may_lead)]
             if stage in works:
                 slack_ns = TIED * float(standing.durations.sum())
                 ordered = _by_path(works[stage], path_ns[stage], slack_ns)
