@@ -110,6 +110,7 @@ def test_a_stopped_and_a_killed_worker(tmp_path: Path) -> None:
     assert worker is not None
     os.kill(worker.pid, signal.SIGSTOP)
     log = tmp_path / "watch.jsonl"
+    eventually(log.exists)
     hang = eventually(
         lambda: re.search(r'"lane":"(\w+)","reason":"(is stopped[^"]*)"', log.read_text())
     )

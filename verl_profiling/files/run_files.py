@@ -230,6 +230,8 @@ def _status(reply: CaptureResult) -> str:
     process = reply.process
     if process is None or reply.status == "skipped" or process.alive():
         return ""
+    if f"(pid {process.pid})" in reply.reason:  # the loop has seen it end
+        return ""
     if process.alive() is False:
         return f"{process} has ended"
     return f"{process} cannot be checked on this host"
