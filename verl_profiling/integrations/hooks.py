@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
-logger = logging.getLogger(__name__)
+from verl_profiling.integrations import warn_of_broken_package
 
 _notes: list[list[str]] = []
 
@@ -161,19 +160,28 @@ class Hook:
         """
         place, _, function = self.put_in.partition(":")
         missing: list[str] = []
-        with noting(missing):
-            try:
-                getattr(import_module(f"{__package__}.verl.{place}"), function)(module)
-            except AttributeError as error:
-                missing.append(error.name or str(error))
-            except (ImportError, TypeError, ValueError) as error:
-                missing.append(str(error))
+        try:
+            put_in = getattr(import_module(f"{__package__}.verl.{place}"), function)
+        except Exception as error:
+            warn_of_broken_package(error)
+            missing.append(f"hook ({type(error).__name__}: {error})")
+        else:
+            with noting(missing):
+                _tried(put_in, module)
         self.missing = list(dict.fromkeys(missing))
-        if missing:
-            logger.debug("%s", self.misfit)
 
 
 _awaiting: list[Hook] = []
+
+
+def _tried(put_in: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Change a module, and report what it lacks instead of raising."""
+    try:
+        put_in(module)
+    except AttributeError as error:
+        missing(module, error.name or str(error))
+    except Exception as error:
+        missing(module, f"fitting API ({type(error).__name__}: {error})")
 
 
 def misfits(parts: Container[str] | None = None) -> list[str]:

@@ -12,11 +12,18 @@ is not recorded, and a warning lists the part.
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
 
-from verl_profiling.integrations.hooks import Hook
+from verl_profiling.integrations import warn_of_broken_package
+
+if TYPE_CHECKING:
+    from verl_profiling.integrations.hooks import Hook
 
 __all__ = ["HOOKS"]
+
+logger = logging.getLogger(__name__)
 
 EVERY = ""
 """The part of verl that every run uses."""
@@ -128,19 +135,42 @@ The keys are the hooked module of verl, and the part of verl with that module.
 _NEEDED = ("trainer:hook_timers", "trainer:hook_v1_trainer", "trainer:hook_v0_trainer")
 """Hooks without which nothing is recorded."""
 
-HOOKS = tuple(
-    Hook(
-        module=module,
-        put_in=put_in,
-        records=records,
-        needed=put_in in _NEEDED,
-        part=part,
-    )
-    for (module, part), hooks in _RECORDS.items()
-    for put_in, records in hooks.items()
-)
-"""All hooks; the hooks of one module are applied in this order."""
+
+def _await_modules() -> tuple[Hook, ...]:
+    """Let each hook wait for its module, and return all; those of one module in this order."""
+    from verl_profiling.integrations.hooks import Hook
+
+    hooks = []
+    for (module, part), functions in _RECORDS.items():
+        for put_in, records in functions.items():
+            needed = put_in in _NEEDED
+            hook = Hook(module=module, put_in=put_in, records=records, needed=needed, part=part)
+            hook.await_module()
+            hooks.append(hook)
+    return tuple(hooks)
 
 
-for _hook in HOOKS:
-    _hook.await_module()
+def _warn_of_other_verl() -> None:
+    """Warn if the verl that is being imported lacks modules without which nothing is recorded.
+
+    No hook of such a module will ever run, and say so.
+    """
+    from verl_profiling.integrations.hooks import usable
+
+    if not usable({EVERY}) or not (usable({"v0"}) or usable({"v1"})):
+        from verl_profiling.integrations.verl.versions_and_stages import TESTED
+
+        logger.warning(
+            "verl_profiling profiles nothing of this verl, which runs on (%s); install verl %s",
+            "; ".join(str(hook.problem) for hook in HOOKS if hook.needed and hook.problem),
+            " or ".join(TESTED),
+        )
+
+
+HOOKS: tuple[Hook, ...] = ()
+try:
+    HOOKS = _await_modules()
+    if "verl" in sys.modules:
+        _warn_of_other_verl()
+except Exception as _error:  # e.g. of a dependency; verl would not show it
+    warn_of_broken_package(_error)

@@ -88,14 +88,9 @@ def settings_of(config: Any) -> ProfilingConfig | None:
     if given is None:
         return None
     steps = config.global_profiler.get("steps")
+    if problem := without_group(config):
+        raise ConfigError("profiling", problem)
     if isinstance(given, str):
-        if given != "verl":
-            raise ConfigError(
-                "profiling",
-                f"is the text {given!r}, as Hydra found no such config group; write "
-                f"+profiling=e2e (or {', '.join(_GROUPS)}), with verl_profiling installed where "
-                "the command runs, or with 'hydra.searchpath=[pkg://verl_profiling.conf]'",
-            )
         settings = settings_from_verl(config)
         config.global_profiler.steps = None
     else:
@@ -118,6 +113,18 @@ def settings_of(config: Any) -> ProfilingConfig | None:
     )
 
 
+def without_group(config: Any) -> str:
+    """Return why ``profiling`` holds no settings if Hydra has not found its config group."""
+    given = config.get("profiling")
+    if not isinstance(given, str) or given == "verl":
+        return ""
+    return (
+        f"is the text {given!r}, as Hydra found no such config group; write "
+        f"+profiling=e2e (or {', '.join(_GROUPS)}), with verl_profiling installed where "
+        "the command runs, or with 'hydra.searchpath=[pkg://verl_profiling.conf]'"
+    )
+
+
 def settings_without_checks(config: Any) -> ProfilingConfig | None:
     """Return the settings in a verl configuration without checks, changes and log lines.
 
@@ -125,7 +132,7 @@ def settings_without_checks(config: Any) -> ProfilingConfig | None:
         ConfigError: The settings are wrong.
     """
     given = config.get("profiling")
-    if given is None:
+    if given is None or without_group(config):
         return None
     return ProfilingConfig.from_any(_bridged(config, []) if isinstance(given, str) else given)
 

@@ -29,7 +29,7 @@ _ONWARD_ONLY = ("wandb", "vemlp_wandb")
 """Trackers that reject values of earlier steps."""
 _CONSOLE = "console"
 _MOST_WAITING = 1000  # summaries; trackers get one with each step that verl logs
-_OFF = "profiling is switched off, training goes on: %s"
+OFF = "profiling is switched off, training goes on: %s"
 _GROUPS = (("actor", "actor_rollout_wg"), ("ref", "ref_policy_wg"), ("critic", "critic_wg"))
 _NO_METHODS = (
     "its workers have no capture methods; let their class inherit verl's class, or a mixin of "
@@ -255,7 +255,7 @@ class Profiler:
             raise ToolUnavailableError(
                 f"profiling.strict is true, and nothing can be recorded: {why}"
             )
-        logger.error(_OFF, why)
+        logger.error(OFF, why)
 
     def log_rest(self) -> None:
         """Log the remaining summaries and the numbers of the reports, when training has ended."""
@@ -350,7 +350,7 @@ def can_be_profiled(config: Any, settings: ProfilingConfig) -> bool:
     parts = parts_of(config)
     notes = sentences(misfits(parts), strict=settings.strict)
     if not usable(parts):
-        logger.error(_OFF, "; ".join(notes))
+        logger.error(OFF, "; ".join(notes))
         return False
     return True
 

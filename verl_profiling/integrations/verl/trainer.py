@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from verl_profiling.controller.callback import ProfilingCallback
-from verl_profiling.errors import ToolUnavailableError
+from verl_profiling.errors import ProfilingError, ToolUnavailableError
 from verl_profiling.integrations.hooks import mark, misfits, missing, wrap
 from verl_profiling.integrations.verl.async_trainer import (
     COROUTINES,
@@ -34,9 +34,15 @@ from verl_profiling.integrations.verl.async_trainer import (
     hook_rollouter,
     makes_samples,
 )
-from verl_profiling.integrations.verl.bridge import captured_steps, settings_of, why_nothing
+from verl_profiling.integrations.verl.bridge import (
+    captured_steps,
+    settings_of,
+    why_nothing,
+    without_group,
+)
 from verl_profiling.integrations.verl.launch import start_workers_under_nsys
 from verl_profiling.integrations.verl.profiler import (
+    OFF,
     Profiler,
     active_profiler,
     awaited_stage,
@@ -316,7 +322,19 @@ def _made(init: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Non
     global _hooked
     _hooked = True
     init(self, *args, **kwargs)
-    prepare(self)
+    with _training_goes_on():
+        prepare(self)
+
+
+@contextmanager
+def _training_goes_on() -> Iterator[None]:
+    """Log an unexpected error, e.g. of a verl with other classes; wrong settings are raised."""
+    try:
+        yield
+    except ProfilingError:
+        raise
+    except Exception as error:
+        logger.error(OFF, f"{type(error).__name__}: {error}")
 
 
 def prepare(trainer: Any) -> None:
@@ -330,6 +348,10 @@ def prepare(trainer: Any) -> None:
     if hasattr(trainer, _ATTRIBUTE):
         return  # the class that it inherits from has an ``__init__`` of its own
     setattr(trainer, _ATTRIBUTE, None)
+    problem = without_group(trainer.config)
+    if problem:
+        logger.error(OFF, f"profiling {problem}")
+        return
     settings = settings_of(trainer.config)
     if settings is None:
         why = why_nothing(trainer.config)
@@ -376,21 +398,23 @@ def profiling_of(trainer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     profiler = getattr(trainer, _ATTRIBUTE, None)
     if profiler is None or profiler is active_profiler():
         return nullcontext()
-    # V1 passes the agent loop manager to fit; a V0 trainer has it as an attribute.
-    agent_loops = kwargs.get("agent_loop_manager", args[0] if args else None)
-    if agent_loops is None:
-        agent_loops = getattr(trainer, "async_rollout_manager", None)
-    profiler.begin(agent_loops)
-    settings = profiler.settings
-    # If steps are parameter versions, total_training_steps is not the number of the last step.
-    last_step = getattr(trainer, _LAST_STEP, None)
-    if hasattr(trainer, "current_param_version"):
-        last_step = None
-    steps = captured_steps(settings.schedule, last_step)
-    logger.info(
-        "profiling is on in %s: %s captures of %s", settings.save_path, settings.mode, steps
-    )
-    return profiler.profiling()
+    with _training_goes_on():
+        # V1 passes the agent loop manager to fit; a V0 trainer has it as an attribute.
+        agent_loops = kwargs.get("agent_loop_manager", args[0] if args else None)
+        if agent_loops is None:
+            agent_loops = getattr(trainer, "async_rollout_manager", None)
+        profiler.begin(agent_loops)
+        settings = profiler.settings
+        # If steps are parameter versions, total_training_steps is not the number of the last step.
+        last_step = getattr(trainer, _LAST_STEP, None)
+        if hasattr(trainer, "current_param_version"):
+            last_step = None
+        steps = captured_steps(settings.schedule, last_step)
+        logger.info(
+            "profiling is on in %s: %s captures of %s", settings.save_path, settings.mode, steps
+        )
+        return profiler.profiling()
+    return nullcontext()
 
 
 _CALLED = {"__init__": _made, "fit": _profiled}
