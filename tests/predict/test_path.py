@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_profiling.predict.path import critical_path, replay, slacks_ns
+from verl_profiling.predict.replay import replay, slacks_ns
 from verl_profiling.predict.segments import Graph, Poll, Segment
 
 
@@ -66,7 +66,7 @@ def test_a_step_of_which_all_takes_longer_has_the_same_order_in_its_queues(
 @given(graphs(queues=("", "a", "b"), polls=True))
 def test_the_path_is_a_chain_as_long_as_the_step(graph: Graph) -> None:
     replayed = replay(graph)
-    path = critical_path(replayed)
+    path = replayed.path()
     assert sum(part.end_ns - part.begin_ns for part in path) == replayed.span_ns
     edges = [
         graph.begin_ns,
@@ -80,7 +80,7 @@ def test_the_path_is_a_chain_as_long_as_the_step(graph: Graph) -> None:
 @given(graphs())
 def test_removing_all_work_off_the_path_does_not_shorten_the_step(graph: Graph) -> None:
     replayed = replay(graph)
-    on_path = {part.segment for part in critical_path(replayed)}
+    on_path = {part.segment for part in replayed.path()}
     took = [ns if at in on_path else 0 for at, ns in enumerate(replayed.took_ns)]
     assert replay(graph, took).span_ns == replayed.span_ns
 

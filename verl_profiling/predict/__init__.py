@@ -9,7 +9,7 @@ module            content
 ``rollout_runs``  trajectories and requests
 ``limits``        limits of concurrency, and the slots that trajectories wait for
 ``graph_builder`` the segments of all runs, and the collectives in which they wait for each other
-``path``          the replay of a graph, its critical path and slack
+``replay``        the replay of a graph, its critical path and slack
 ``changes``       the changes that a user can ask for, and the replay with them
 ``kernels``       the replay of a trace's kernels and calls, for a change of kernels
 ``kernel_order``  the calls and kernels of a trace, and which of them wait for which

@@ -23,7 +23,7 @@ from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.numbers.lost import ROLLOUT
 from verl_profiling.predict.kernels import KERNEL
-from verl_profiling.predict.path import Replay, replay
+from verl_profiling.predict.replay import Replay, replay
 from verl_profiling.predict.segments import LAG_BY, WORK, Graph
 from verl_profiling.slices.intervals import length, time_of
 from verl_profiling.steps.records import LOOP_LAG, OTHERS, UNKNOWN

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.errors import ConfigError
-from verl_profiling.predict.path import Replay
+from verl_profiling.predict.replay import Replay
 from verl_profiling.predict.segments import Graph
 from verl_profiling.steps.requests import VALIDATE
 

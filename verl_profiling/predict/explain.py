@@ -18,7 +18,7 @@ import numpy as np
 
 from verl_profiling.numbers.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.numbers.lost import ROLLOUT
-from verl_profiling.predict.path import replay
+from verl_profiling.predict.replay import replay
 from verl_profiling.predict.segments import DELAY, WORK, Graph, Segment
 from verl_profiling.steps.causes import joined_causes
 from verl_profiling.steps.records import BEFORE, OTHERS, UNEXPLAINED

@@ -17,16 +17,11 @@ from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.numbers.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.numbers.columns import HelpRow, PathRow, added
 from verl_profiling.predict.changes import TOOL, Baseline, Changes, tool_name
-from verl_profiling.predict.path import (
-    PathPart,
-    Replay,
-    critical_path,
-    replay,
-    slacks_ns,
-)
+from verl_profiling.predict.replay import Replay, replay, slacks_ns
 from verl_profiling.predict.replicas import on_resources
 from verl_profiling.predict.segments import DELAY, LAG_BY, WORK, Graph
 from verl_profiling.slices.intervals import length, spans_of, within
+from verl_profiling.slices.path import PathPart
 from verl_profiling.steps.records import GENERATE
 
 _NOT_STEADY = (
@@ -247,7 +242,7 @@ def _calls_on_path(replayed: Replay) -> tuple[Counter[str], set[str]]:
     """
     spent, tools = Counter[str](), set[str]()
     for last in {replayed.graph.last, *(one.mark for one in replayed.graph.carried)}:
-        for part in critical_path(replayed, last):
+        for part in replayed.path(last):
             one = replayed.graph.segments[part.segment]
             names = (one.kind.removeprefix(LAG_BY), *dict(one.calls))
             tools |= {tool_name(name) for name in names if name.startswith(TOOL)}
@@ -291,7 +286,7 @@ def _helps(baseline: Baseline, replayed: Replay, changes: Changes) -> list[HelpR
 
 def _path_rows(replayed: Replay, is_idle_known: bool) -> list[PathRow]:
     rows = list[PathRow]()
-    for part in critical_path(replayed):
+    for part in replayed.path():
         for begin_ns, end_ns, is_capture in _without_capture(replayed.graph, part):
             time = part._replace(begin_ns=begin_ns, end_ns=end_ns)
             row = _path_row(replayed, time, is_capture, is_idle_known)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain, pairwise
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +15,25 @@ from numpy.typing import NDArray
 from verl_profiling.files.step_summary import RankUse, StepSummary
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import WAIT
-from verl_profiling.slices.path import PathPart, path, with_calls
+from verl_profiling.slices.path import segments_of
 from verl_profiling.slices.slices import Ints, Slices
 from verl_profiling.slices.waits import called_in, peers
+
+
+class StepPart(NamedTuple):
+    """A part of a step's path, in time.
+
+    Attributes:
+        row: Row of the spine; -1 in no stage.
+        called: Row of the called slice; -1 in the stage's own time.
+        begin: Begin (ns).
+        end: End (ns).
+    """
+
+    row: int
+    called: int
+    begin: int
+    end: int
 
 
 class StepSlices:
@@ -116,20 +133,28 @@ class StepSlices:
         return called.at(ends | ~has_ended[stages])
 
     @cached_property
-    def path(self) -> list[PathPart]:
-        """The paths through the steps, the last part of each step first."""
+    def path(self) -> list[StepPart]:
+        """The paths through the steps, in order of time."""
         spine, called = self.spine, self.called
         waits = np.full(spine.who.size, -1) if self._of_loop == 1 else peers(spine)
+        # Engines have no collectives.
+        segments = segments_of(spine, waits, called, ~self.in_roles(called, ROLLOUT_ROLE))
         borders = np.searchsorted(self.step(spine), np.arange(len(self.ends) + 1)).tolist()
-        parts: list[PathPart] = []
-        for rows, begin, end in zip(
+        parts: list[StepPart] = []
+        for (first, stop), begin, end in zip(
             pairwise(borders), self.begins.tolist(), self.ends.tolist(), strict=True
         ):
-            parts += path(spine, waits, slice(*rows), begin, end)
-        if not called.who.size:
-            return parts
-        # Engines have no collectives.
-        return [*with_calls(parts, called, ~self.in_roles(called, ROLLOUT_ROLE))]
+            until = begin
+            if first < stop:
+                last = first + int(spine.end[first:stop].argmax())
+                until = segments.end_ns.item(last)
+                for part in segments.path(last, begin):
+                    row = segments.row.item(part.segment)
+                    called_row = -1 if part.is_delay else segments.called.item(part.segment)
+                    parts.append(StepPart(row, called_row, part.begin_ns, part.end_ns))
+            if until < end:
+                parts.append(StepPart(-1, -1, until, end))
+        return parts
 
     @cached_property
     def path_in_calls(self) -> Mapping[tuple[int, str], Mapping[str, float]]:

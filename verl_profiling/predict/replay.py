@@ -1,4 +1,4 @@
-"""Replays of a graph: the times of its segments after changes, the critical path, and slack."""
+"""Replays of a graph: the times of its segments after changes, their path, and slack."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from verl_profiling.errors import ConfigError
 from verl_profiling.predict.segments import Graph
+from verl_profiling.slices.path import PathPart, path
 
 _MOST_STEPS = 50  # until all steps are alike
 
@@ -41,6 +42,20 @@ class Replay(NamedTuple):
         """Duration of the step."""
         return self.end_ns[self.graph.last] - self.graph.begin_ns
 
+    def path(self, last: int | None = None) -> list[PathPart]:
+        """Return the critical path to a segment; by default to the last one of the step."""
+        return path(
+            self.graph.last if last is None else last,
+            self.graph.begin_ns,
+            self.took_ns.__getitem__,
+            self.end_ns.__getitem__,
+            self._ended_last,
+        )
+
+    def _ended_last(self, at: int) -> int:
+        """Return the predecessor of a segment that ended last; -1 without one."""
+        return max(self.after[at], key=self.end_ns.__getitem__, default=-1)
+
 
 class _Queue(NamedTuple):
     """A queue in a replay: the segment that freed each free slot,
@@ -49,15 +64,6 @@ class _Queue(NamedTuple):
 
     free: deque[int | None]
     waiting: deque[int]
-
-
-class PathPart(NamedTuple):
-    """A segment of the critical path, or the delay before a segment."""
-
-    segment: int
-    begin_ns: int
-    end_ns: int
-    is_delay: bool
 
 
 def replay(
@@ -245,29 +251,6 @@ class _Schedule:
         if at in self._graph.behind:
             since_ns = max(since_ns, self._entered_ns[self._graph.behind[at]])
         heappush(self._events, (since_ns, self._place[at], at, False))
-
-
-def critical_path(replayed: Replay, last: int | None = None) -> list[PathPart]:
-    """Return the chain of segments that made the step as long as it is, in order of time.
-
-    The parts follow each other without a gap, so they add up to the step.
-
-    Args:
-        replayed: The replay.
-        last: Number of the last segment of the chain; by default that of the step.
-    """
-    parts_back, end_ns = [], replayed.end_ns
-    at: int | None = replayed.graph.last if last is None else last
-    while at is not None:
-        begin_ns = end_ns[at] - replayed.took_ns[at]
-        parts_back.append(PathPart(at, begin_ns, end_ns[at], False))
-        before = max(replayed.after[at], key=lambda before: end_ns[before], default=None)
-        since_ns = replayed.graph.begin_ns if before is None else end_ns[before]
-        parts_back.append(PathPart(at, since_ns, begin_ns, True))
-        at = before
-    first_ns = replayed.graph.begin_ns
-    parts = [part._replace(begin_ns=max(part.begin_ns, first_ns)) for part in reversed(parts_back)]
-    return [part for part in parts if part.end_ns > part.begin_ns]
 
 
 def slacks_ns(replayed: Replay) -> list[int]:
