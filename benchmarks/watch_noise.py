@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from verl_profiling.files.step_summary import Period, RankUse, StepSummary
-from verl_profiling.settings.watch import Anomaly
+from verl_profiling.settings.groups import Anomaly
 from verl_profiling.watch.detector import Detector
 from verl_profiling.watch.exposed import exposed
 from verl_profiling.watch.sums import packed_stages

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from verl_profiling.files.machine import engine_devices, used_devices
 from verl_profiling.manifest import Device
-from verl_profiling.tools.devices import engine_devices, used_devices
 
 UUID = "8932f937-d72c-4106-c12f-20bd9faed9f6"
 HOST = socket.gethostname()

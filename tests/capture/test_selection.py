@@ -15,7 +15,7 @@ from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.settings.role import RoleConfig
+from verl_profiling.settings.groups import RoleConfig
 from verl_profiling.workers import RewardCaptureMixin
 from verl_profiling.workers.rollout import make_recorder
 

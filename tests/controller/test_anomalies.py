@@ -29,8 +29,8 @@ from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_log import read_watch_log
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import Manifest, RunInfo
-from verl_profiling.settings.schedule import Decision, StepRange
-from verl_profiling.settings.watch import Anomaly
+from verl_profiling.settings.config import Decision, StepRange
+from verl_profiling.settings.groups import Anomaly
 from verl_profiling.watch.collectives import RecorderReading
 from verl_profiling.watch.exposed import exposed
 from verl_profiling.watch.sinks import WatchLog

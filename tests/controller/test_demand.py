@@ -30,7 +30,7 @@ from verl_profiling.controller.anomalies import Anomalies
 from verl_profiling.controller.run import Run
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.manifest import Manifest
-from verl_profiling.settings.schedule import Decision, StepRange
+from verl_profiling.settings.config import Decision, StepRange
 
 
 def wait_until(holds: Callable[[], object], seconds: float = 30.0) -> None:
@@ -586,7 +586,7 @@ def test_a_run_behind_a_url_is_asked_there(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Its folder is listed in the background, and so are refusals written."""
-    monkeypatch.setattr("verl_profiling.controller.person_requests.LIST_S", 0.05)
+    monkeypatch.setattr("verl_profiling.controller.decision.LIST_S", 0.05)
     monkeypatch.setattr("verl_profiling.commands.trigger._URL_PAUSE_S", 1.0)
     url = f"file://{tmp_path}/store/run"
     job = Job(configured(tmp_path, save_path=url))

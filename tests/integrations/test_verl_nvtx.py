@@ -12,8 +12,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from integrations.wheels import run_python
+from verl_profiling.files.machine import NO_INJECTION, VARIABLE
 from verl_profiling.integrations.verl.launch import hook_runtime_env
-from verl_profiling.tools.devices import NO_INJECTION, VARIABLE
 
 
 def config_of(profiling: Any) -> Any:

@@ -13,10 +13,10 @@ import pytest
 from step_folders import build_step, rewrite_worker
 
 from verl_profiling.analysis import open_step
+from verl_profiling.files.machine import VARIABLE
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.manifest import Artifact
 from verl_profiling.report.model import Report
-from verl_profiling.tools.devices import VARIABLE
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 from verl_profiling.tools.trace_file import output_of_trace
 

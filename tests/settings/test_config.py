@@ -14,9 +14,8 @@ from omegaconf import OmegaConf
 
 import verl_profiling
 from verl_profiling import ConfigError, ProfilingConfig
-from verl_profiling.settings.config import RoleOverride, Selection
-from verl_profiling.settings.limits import Limits, Timeouts
-from verl_profiling.settings.schedule import Schedule
+from verl_profiling.settings.config import RoleOverride, Schedule, Selection
+from verl_profiling.settings.groups import Limits, Timeouts
 
 GROUP = Path(verl_profiling.__file__).parent / "conf" / "profiling"
 

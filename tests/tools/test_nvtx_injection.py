@@ -10,10 +10,10 @@ import torch
 
 from verl_profiling.cli import main
 from verl_profiling.commands.doctor import examine_machine
+from verl_profiling.files.machine import NO_INJECTION, VARIABLE
 from verl_profiling.manifest import Device
 from verl_profiling.tools import torch_profiler
 from verl_profiling.tools.base import Destination
-from verl_profiling.tools.devices import NO_INJECTION, VARIABLE
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from verl_profiling import stage
-from verl_profiling.files.memory import process_peak_bytes
+from verl_profiling.files.machine import process_peak_bytes
 from verl_profiling.testing import record_step
 
 MIB = 1 << 20

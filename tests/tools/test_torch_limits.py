@@ -13,7 +13,7 @@ from example_loops import settings, spans, train
 
 from verl_profiling import stage
 from verl_profiling.capture.session import Session
-from verl_profiling.files.memory import available_bytes, own_bytes
+from verl_profiling.files.machine import available_bytes, own_bytes
 from verl_profiling.testing import leaks, record_step
 from verl_profiling.tools.torch_profiler import _TorchRecording
 
@@ -91,7 +91,7 @@ def test_the_estimate_is_near(run_python: Any, tmp_path: Path) -> None:
         import torch
         from example_loops import settings
         from verl_profiling.tools import Destination
-        from verl_profiling.files.memory import own_bytes
+        from verl_profiling.files.machine import own_bytes
 
         one = torch.ones(1)
         [tool] = settings(tools={"torch": {"shapes": True}}).for_role("actor").tools

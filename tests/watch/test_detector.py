@@ -15,7 +15,7 @@ import pytest
 from quiet_steps import CONTROLLER, MS, RANKS, USUAL, longer, summary, with_stages
 
 from verl_profiling.files.step_summary import RankUse, SpanTotal, StepSummary
-from verl_profiling.settings.watch import Anomaly
+from verl_profiling.settings.groups import Anomaly
 from verl_profiling.watch.detector import Detector
 from verl_profiling.watch.exposed import exposed
 from verl_profiling.watch.suspicion import Suspicion

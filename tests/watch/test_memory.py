@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from verl_profiling.files.memory import process_peak_bytes
+from verl_profiling.files.machine import process_peak_bytes
 from verl_profiling.watch.sums import process_memory
 
 STATISTICS = {

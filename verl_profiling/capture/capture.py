@@ -20,7 +20,7 @@ from verl_profiling.capture.finishing import BackgroundWork, finish
 from verl_profiling.capture.protocol import CaptureStart, result_of
 from verl_profiling.capture.result_file import measured
 from verl_profiling.capture.stage import OpenStage, SpanLog
-from verl_profiling.files.memory import process_peak_bytes
+from verl_profiling.files.machine import no_memory, no_room, process_peak_bytes, used_devices
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import (
     Artifact,
@@ -30,9 +30,8 @@ from verl_profiling.manifest import (
     ToolSpan,
     worst_status,
 )
-from verl_profiling.settings.role import RoleConfig
+from verl_profiling.settings.groups import RoleConfig
 from verl_profiling.tools import Destination, Output, Recording, Tool
-from verl_profiling.tools.devices import used_devices
 
 logger = logging.getLogger(__name__)
 
@@ -211,10 +210,11 @@ class Capture:
         """
         self._owner = threading.get_native_id()
         destination = self._destination(stage, occurrence)
+        limits = self.role.limits
         with measured(self._tool_spans, "start", stage), self._lock:
             for tool in self.role.tools:
                 writes = tool.suffix and self.request.keep
-                if writes and (refusal := self.role.limits.no_room(destination.folder)):
+                if writes and (refusal := no_room(destination.folder, limits.min_free_bytes)):
                     logger.warning(
                         "%s: step %d: %s: %s", self.identity, self.request.step, tool.name, refusal
                     )
@@ -266,10 +266,11 @@ class Capture:
         if not self.request.keep or now_s < self._looked_s + _LOOK_S or not self._may_stop_here():
             return
         self._looked_s = now_s
+        share = self.role.limits.memory_share
         with self._lock:
             for running in list(self._running):
                 needed = self._guarded(running, running.recording.bytes_to_stop)
-                if needed and (reason := self.role.limits.no_memory(needed, self.request.workers)):
+                if needed and (reason := no_memory(needed, share, self.request.workers)):
                     logger.warning(
                         "%s: step %d: recording ends: %s", self.identity, self.request.step, reason
                     )

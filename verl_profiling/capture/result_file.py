@@ -25,8 +25,7 @@ from verl_profiling.manifest import (
     finite_numbers,
     with_artifacts,
 )
-from verl_profiling.settings.limits import AfterHook
-from verl_profiling.settings.role import RoleConfig
+from verl_profiling.settings.groups import AfterHook, RoleConfig
 
 logger = logging.getLogger(__name__)
 

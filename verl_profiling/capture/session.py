@@ -41,8 +41,7 @@ from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
-from verl_profiling.settings.role import TRAJECTORIES
-from verl_profiling.settings.watch import WatchOptions
+from verl_profiling.settings.groups import TRAJECTORIES, WatchOptions
 from verl_profiling.tools import Tool
 from verl_profiling.trajectories.spans import total_spans
 from verl_profiling.watch.hangs import HangReporter, in_background

@@ -17,9 +17,9 @@ import msgspec
 
 from verl_profiling.commands import add_json, show
 from verl_profiling.errors import ToolUnavailableError
+from verl_profiling.files.machine import injected_cupti
 from verl_profiling.settings.config import load_tool
 from verl_profiling.tools import TOOLS
-from verl_profiling.tools.devices import injected_cupti
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -19,9 +19,14 @@ from verl_profiling.commands import add_json, option, show
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.opener import read_small
 from verl_profiling.identity import ROLLOUT_ROLE, step_folder_name
-from verl_profiling.settings.config import ProfilingConfig, RoleConfig, RoleOverride
-from verl_profiling.settings.schedule import MOST_CAPTURES, planned_captures
-from verl_profiling.settings.watch import WatchOptions
+from verl_profiling.settings.config import (
+    MOST_CAPTURES,
+    ProfilingConfig,
+    RoleConfig,
+    RoleOverride,
+    planned_captures,
+)
+from verl_profiling.settings.groups import WatchOptions
 from verl_profiling.shifts import noticed_from
 from verl_profiling.tools import Tool
 from verl_profiling.units import step_list

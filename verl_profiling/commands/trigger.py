@@ -33,8 +33,8 @@ from verl_profiling.capture_request import (
 )
 from verl_profiling.commands import add_json, at_least_0, count, names, option, show
 from verl_profiling.errors import ConfigError, ProfilingError, TraceFormatError
-from verl_profiling.files.opener import UNDECODABLE
-from verl_profiling.files.remote import LocalFolder, RemoteFolder, is_url
+from verl_profiling.files.opener import UNDECODABLE, LocalFolder
+from verl_profiling.files.remote import RemoteFolder, is_url
 from verl_profiling.files.watch_log import WATCH_LOG
 from verl_profiling.manifest import RUN_NAME, RunInfo
 from verl_profiling.steps.inputs import is_step, numbered, runs_at

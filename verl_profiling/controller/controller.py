@@ -20,8 +20,7 @@ from verl_profiling.capture.protocol import CaptureStart
 from verl_profiling.capture.stage import SpanLog
 from verl_profiling.controller.captured_workers import CapturedWorkers
 from verl_profiling.controller.decision import Decisions
-from verl_profiling.controller.loop import LoopOrder, LoopStages
-from verl_profiling.controller.open_capture import OpenCapture, whole_version
+from verl_profiling.controller.loop import LoopOrder, LoopStages, OpenCapture, whole_version
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.run import Run, is_pending
 from verl_profiling.controller.run_claim import check_folder
@@ -31,8 +30,7 @@ from verl_profiling.controller.watch import Watch
 from verl_profiling.errors import ProfilingError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CaptureResult, StepSpan
-from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.schedule import Action, Decision
+from verl_profiling.settings.config import Action, Decision, ProfilingConfig
 from verl_profiling.units import visible
 
 LAST_READ_S = 5.0  # training may have ended because a worker hangs

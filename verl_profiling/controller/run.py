@@ -25,11 +25,12 @@ import msgspec
 from msgspec.structs import replace
 
 from verl_profiling.capture.finishing import BackgroundWork
-from verl_profiling.controller.open_capture import OpenCapture
+from verl_profiling.controller.loop import OpenCapture
 from verl_profiling.controller.run_claim import RunPlace, claim_folder
 from verl_profiling.controller.spmd import Ranks
 from verl_profiling.controller.targets import Waits, settle
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.files.machine import no_room
 from verl_profiling.files.opener import make_folder, remove_file
 from verl_profiling.files.remote import RemoteFolder, Upload, copy_line
 from verl_profiling.files.run_files import RESULT_SUFFIX, read_manifest, write_json_atomically
@@ -249,7 +250,7 @@ class Run:
 
     def _no_room_for(self, step: int, notes: list[str]) -> str:
         """Return why the limits leave no room, else ``""``; the first refused step is logged."""
-        why = self._config.limits.no_room(self.path)
+        why = no_room(self.path, self._config.limits.min_free_bytes)
         if why and not self._no_room:
             logger.warning("captures stop at step %d, until there is room: %s", step, why)
             self.not_captured(step, f"{why}; captures stopped until there was room")

@@ -24,8 +24,8 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.controller.targets import settle
 from verl_profiling.errors import ConfigError
-from verl_profiling.files.opener import make_private_folder
-from verl_profiling.files.remote import LocalFolder, RemoteFolder, Upload
+from verl_profiling.files.opener import LocalFolder, make_private_folder
+from verl_profiling.files.remote import RemoteFolder, Upload
 from verl_profiling.files.run_files import json_of, write_json_atomically
 from verl_profiling.identity import ProcessId, safe_name
 from verl_profiling.manifest import RUN_NAME, RunInfo

@@ -27,8 +27,7 @@ from verl_profiling.controller.run_claim import RunPlace
 from verl_profiling.controller.targets import Target
 from verl_profiling.identity import ProcessId, WorkerIdentity, process_rank
 from verl_profiling.manifest import CaptureResult, HostClock, StageSpan
-from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.schedule import Decision
+from verl_profiling.settings.config import Decision, ProfilingConfig
 
 logger = logging.getLogger(__name__)
 

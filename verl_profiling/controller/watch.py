@@ -30,7 +30,7 @@ from verl_profiling.controller.targets import Call, Postponed, Worker
 from verl_profiling.files.step_summary import Period, RankUse, StepSummary
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import finite_numbers
-from verl_profiling.settings.watch import WatchOptions
+from verl_profiling.settings.groups import WatchOptions
 from verl_profiling.watch.collectives import RecorderReading, with_lateness
 from verl_profiling.watch.exposed import exposed_in
 from verl_profiling.watch.idle import idle_in, made_in

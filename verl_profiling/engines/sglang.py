@@ -33,7 +33,7 @@ from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailabl
 from verl_profiling.files.recording_names import is_recording, rank_of_recording
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.rollout import RolloutOptions
+from verl_profiling.settings.groups import RolloutOptions
 from verl_profiling.tools.base import Tool
 
 _PATCHES = "_apply_patches"  # SGLang up to 0.5.23, the last that was read, calls it in torch_npu

@@ -33,7 +33,7 @@ from verl_profiling.files.opener import opened
 from verl_profiling.files.recording_names import is_recording
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.rollout import RolloutOptions
+from verl_profiling.settings.groups import RolloutOptions
 from verl_profiling.tools.base import Tool, imported
 from verl_profiling.tools.torch_profiler import TorchOptions
 

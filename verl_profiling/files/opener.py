@@ -240,6 +240,49 @@ def clear_leftovers(folder: Path) -> None:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
+class LocalFolder:
+    """A folder of this host, with the methods of ``RemoteFolder``.
+
+    All methods raise ``OSError``. No method follows links.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.url = str(path)
+        self.path = path
+
+    def child(self, name: str) -> LocalFolder:
+        """Return a folder inside."""
+        return LocalFolder(self.path / name)
+
+    def names(self) -> set[str]:
+        """Return the names of what is inside; nothing, if the folder does not exist."""
+        try:
+            return set(names_in(self.path))
+        except FileNotFoundError:
+            return set()
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a small file."""
+        return read_small(self.path / name)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a file unless it exists; return whether it was written. Of several writers,
+        one succeeds.
+        """
+        if not self.path.is_dir():
+            make_folder(self.path)
+        try:
+            with whole_file(self.path / name, new=True) as file:
+                file.write(data)
+        except FileExistsError:
+            return False
+        return True
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        remove_file(self.path / name)
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Put the path of the file into errors, which have a temporary path, a part of it, or none.

@@ -1,4 +1,4 @@
-"""Folders of this host, and folders behind a URL by fsspec, which is imported only for URLs.
+"""Folders behind a URL by fsspec, which is imported only for URLs.
 
 Every upload is verified.
 """
@@ -17,11 +17,7 @@ import msgspec
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.files.opener import (
     SMALL_BYTES,
-    make_folder,
-    names_in,
-    read_small,
     remove_file,
-    whole_file,
 )
 from verl_profiling.units import visible
 
@@ -221,46 +217,3 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True):
         else:
             with suppress(FileNotFoundError):
                 remove_file(path)
-
-
-class LocalFolder:
-    """A folder of this host, with the methods of :class:`RemoteFolder`.
-
-    All methods raise ``OSError``. No method follows links.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.url = str(path)
-        self.path = path
-
-    def child(self, name: str) -> LocalFolder:
-        """Return a folder inside."""
-        return LocalFolder(self.path / name)
-
-    def names(self) -> set[str]:
-        """Return the names of what is inside; nothing, if the folder does not exist."""
-        try:
-            return set(names_in(self.path))
-        except FileNotFoundError:
-            return set()
-
-    def read(self, name: str) -> bytes:
-        """Return the content of a small file."""
-        return read_small(self.path / name)
-
-    def create(self, name: str, data: bytes) -> bool:
-        """Write a file unless it exists; return whether it was written. Of several writers,
-        one succeeds.
-        """
-        if not self.path.is_dir():
-            make_folder(self.path)
-        try:
-            with whole_file(self.path / name, new=True) as file:
-                file.write(data)
-        except FileExistsError:
-            return False
-        return True
-
-    def remove(self, name: str) -> None:
-        """Remove a file."""
-        remove_file(self.path / name)

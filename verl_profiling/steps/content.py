@@ -15,7 +15,7 @@ from typing import BinaryIO
 import msgspec
 from isal import isal_zlib
 
-from verl_profiling.files.memory import available_bytes, own_bytes
+from verl_profiling.files.machine import available_bytes, own_bytes
 from verl_profiling.files.opener import opened, reading
 from verl_profiling.steps.databases import MAGIC, trace_of_database
 from verl_profiling.units import byte_size

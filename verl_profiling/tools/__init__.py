@@ -12,6 +12,6 @@ TOOLS = {
     "nsys": "verl_profiling.tools.nsys:NsysTool",
     "npu": "verl_profiling.tools.npu:NpuTool",
     "precision": "verl_profiling.tools.precision:PrecisionTool",
-    "spans": "verl_profiling.tools.spans:SpansTool",
+    "spans": "verl_profiling.tools.base:SpansTool",
     "trajectories": "verl_profiling.tools.trajectories:TrajectoriesTool",
 }

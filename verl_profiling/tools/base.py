@@ -1,7 +1,8 @@
 """The interface of recording tools, which third parties may implement.
 
 A :class:`Tool` holds options; :meth:`Tool.start` returns a :class:`Recording`, which lasts until
-its stop. A process has at most one recording of a tool at a time, so no locks are needed.
+its stop. A process has at most one recording of a tool at a time, so no locks are needed. The least
+tool, ``spans``, records nothing itself.
 """
 
 from __future__ import annotations
@@ -230,6 +231,25 @@ class Tool(ABC):
         """
         move_file(written, final)
         return Output(expected.with_status("ok", bytes=final.stat().st_size))
+
+
+class SpansTool(Tool):
+    """Writes no artifact: the manifest has the stage spans of every capture."""
+
+    name = "spans"
+    suffix = ""
+
+    def start(self, destination: Destination) -> Recording:
+        """Start no profiler, because the session records the stage spans."""
+        return _SpansRecording()
+
+
+class _SpansRecording(Recording):
+    def stop(self) -> list[Output]:
+        return []
+
+    def discard(self) -> None:
+        pass
 
 
 def imported(module: str, tool: str, package: str = "'verl-profiling[train]'") -> Any:

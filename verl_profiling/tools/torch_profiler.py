@@ -11,11 +11,10 @@ from typing import Any, Literal
 import msgspec
 
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
-from verl_profiling.files.memory import own_bytes
+from verl_profiling.files.machine import own_bytes, used_devices
 from verl_profiling.files.opener import scratch_folder
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool, imported
-from verl_profiling.tools.devices import used_devices
 from verl_profiling.tools.trace_file import CUDA, output_of_trace
 from verl_profiling.typed_values import NotNegative, Positive
 

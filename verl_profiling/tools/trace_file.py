@@ -13,10 +13,10 @@ from typing import BinaryIO
 import msgspec
 from isal import igzip
 
+from verl_profiling.files.machine import lost_kernels
 from verl_profiling.files.opener import move_file, opened, remove_file, whole_file
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Output
-from verl_profiling.tools.devices import lost_kernels
 
 logger = logging.getLogger(__name__)
 

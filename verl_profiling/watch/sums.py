@@ -17,7 +17,7 @@ from operator import itemgetter
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.files.memory import own_bytes, process_peak_bytes
+from verl_profiling.files.machine import own_bytes, process_peak_bytes
 from verl_profiling.files.step_summary import OTHERS, Period, RankUse, SpanTotal
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import GC, WEIGHT_SYNC

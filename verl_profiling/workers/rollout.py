@@ -23,10 +23,10 @@ from verl_profiling.engines.adapter import refusal
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
+from verl_profiling.files.machine import engine_devices
 from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.tools.devices import engine_devices
 from verl_profiling.typed_values import value_of
 from verl_profiling.watch.sums import WatchQuestion, WatchReading
 

@@ -19,9 +19,8 @@ from verl_profiling.capture_request import Ranks
 from verl_profiling.engines import adapter_named
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.limits import EVERY_RANK
-from verl_profiling.settings.schedule import Schedule, planned_captures
+from verl_profiling.settings.config import ProfilingConfig, Schedule, planned_captures
+from verl_profiling.settings.groups import EVERY_RANK
 from verl_profiling.units import step_list
 from verl_profiling.workers.nsys_launch import expected_ranges
 

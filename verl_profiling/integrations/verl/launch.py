@@ -16,12 +16,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from verl_profiling.errors import ConfigError
+from verl_profiling.files.machine import NO_INJECTION, VARIABLE
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.integrations.hooks import wrap
 from verl_profiling.integrations.verl.bridge import TRAINING_ROLES, settings_without_checks
 from verl_profiling.integrations.verl.workers import settings_of_server
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.tools.devices import NO_INJECTION, VARIABLE
 from verl_profiling.workers.nsys_launch import nsys_runtime_env
 
 _KEEP = "VERL_KEEP_NVTX_INJECTION"
