@@ -27,7 +27,7 @@ from verl_profiling.manifest import Artifact, CaptureResult, HostClock, Request
 from verl_profiling.steps.inputs import find_steps
 from verl_profiling.steps.step import Keep
 from verl_profiling.timeline.merge import MergeResult, merge
-from verl_profiling.trajectories.open_log import OpenLog
+from verl_profiling.tools.trajectories import OpenLog
 from verl_profiling.trajectories.spans import start_log, stop_log
 
 MS = 1_000_000

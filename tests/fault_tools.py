@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools import Destination, Output, Recording, Tool
-from verl_profiling.tools.trace_file import output_of_trace
+from verl_profiling.tools.torch_profiler import output_of_trace
 
 FAULTY = f"{__name__}:FaultyTool"
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from verl_profiling.files.trajectory_log import TrajectoryLog
-from verl_profiling.trajectories.open_log import OpenLog
+from verl_profiling.tools.trajectories import OpenLog
 from verl_profiling.trajectories.spans import start_log, stop_log
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]

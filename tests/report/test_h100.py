@@ -15,7 +15,7 @@ from example_loops import read_trace
 
 from verl_profiling.analysis import open_step
 from verl_profiling.manifest import Artifact
-from verl_profiling.tools.trace_file import output_of_trace
+from verl_profiling.tools.torch_profiler import output_of_trace
 
 H100 = Path(__file__).parents[1] / "data" / "h100"
 

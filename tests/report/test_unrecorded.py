@@ -17,8 +17,7 @@ from verl_profiling.files.machine import VARIABLE
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.manifest import Artifact
 from verl_profiling.report.model import Report
-from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
-from verl_profiling.tools.trace_file import output_of_trace
+from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool, output_of_trace
 
 OF_A_GPU = Path(__file__).parents[1] / "data" / "nccl_data.json.gz"
 LANES = ["actor_rank0", "actor_rank1", "rollout0_rank0"]

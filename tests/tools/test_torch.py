@@ -18,7 +18,7 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact
 from verl_profiling.testing import record_step
 from verl_profiling.tools import Output
-from verl_profiling.tools.trace_file import output_of_trace
+from verl_profiling.tools.torch_profiler import output_of_trace
 
 
 def op_arguments(path: Path, name: str = "aten::addmm") -> dict[str, Any]:

@@ -18,7 +18,7 @@ from drawn_logs import recorded
 
 from verl_profiling import span, trajectory
 from verl_profiling.files.trajectory_log import Block, TrajectoryLog
-from verl_profiling.trajectories.open_log import OpenLog
+from verl_profiling.tools.trajectories import OpenLog
 from verl_profiling.trajectories.spans import start_log, stop_log
 
 Body = Coroutine[Any, Any, object]

@@ -21,7 +21,7 @@ from verl_profiling.commands import EXIT_OK
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.files.step_summary import OTHERS, RankUse, SpanTotal, StepSummary
 from verl_profiling.files.watch_log import WatchLogReader
-from verl_profiling.trajectories.open_log import OpenLog
+from verl_profiling.tools.trajectories import OpenLog
 from verl_profiling.trajectories.spans import count, start_log, stop_log, total_spans
 from verl_profiling.watch.sums import MOST_NAMES, SpanSums
 from verl_profiling.workers import AgentLoopCaptureMixin

@@ -1,18 +1,47 @@
 """The ``trajectories`` tool: the spans of each trajectory of a rollout,
 and the lag of event loops.
+
+The log is in memory until the stop, and then becomes the records of a trajectory file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numbers
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from verl_profiling.files.trajectory_log import LOG_SUFFIX, write_log
+from verl_profiling import clock
+from verl_profiling.files.trajectory_log import (
+    LOG_SUFFIX,
+    NO_SPAN,
+    Counted,
+    Fact,
+    SpanRecord,
+    StatusChange,
+    TrajectoryLog,
+    TrajectoryRecord,
+    write_log,
+)
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Destination, Output, Recording, Tool
-from verl_profiling.trajectories.open_log import OpenLog
-from verl_profiling.trajectories.spans import keep_trajectories, start_log, stop_log
+from verl_profiling.trajectories.loop_lag import LoopLag
+from verl_profiling.trajectories.spans import (
+    FAILED,
+    LEFT,
+    Span,
+    Trajectory,
+    keep_trajectories,
+    start_log,
+    stop_log,
+)
 from verl_profiling.typed_values import Positive
+
+_LONGEST_TEXT = 200
+_MOST_FACTS = 50
+_LOOKED_THROUGH = 20_000  # spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,3 +110,154 @@ class _TrajectoryRecording(Recording):
             "to keep them"
         )
         return artifact.with_status("truncated", reason, bytes=size)
+
+
+class OpenLog:
+    """The recorded spans and trajectories of a process, with bounded memory and no lock per span.
+
+    Args:
+        max_spans: Maximum number of kept spans, and also of trajectories, statuses and counts.
+    """
+
+    def __init__(self, max_spans: int) -> None:
+        self.max_spans = max_spans
+        self.spans: list[Span] = []
+        self.trajectories: list[Trajectory] = []
+        self.statuses: list[StatusChange] = []
+        self.counts: list[Counted] = []
+        self.lag = LoopLag(self.span_of)
+        self._begin_ns = clock.now_ns()
+        self._end_ns = 0
+        self._threads: dict[int | None, int | None] = {}
+        self._left_out: Counter[type[Span]] = Counter()
+
+    def add(self, span: Span) -> None:
+        """Add a span or trajectory at its begin, or if it was open at the begin of recording."""
+        facts = span.facts
+        if facts:
+            _shorten(facts)
+        kept: list[Any] = self.trajectories if type(span) is Trajectory else self.spans
+        if len(kept) < self.max_spans:
+            kept.append(span)
+        else:
+            self._left_out[type(span)] += 1
+
+    def span_of(self, task: object) -> int:
+        """Return the number of a task's innermost open span, for the sampling thread."""
+        spans = self.spans
+        for number in reversed(range(max(0, len(spans) - _LOOKED_THROUGH), len(spans))):
+            if spans[number].task is task and not spans[number].end_ns:
+                return number
+        return NO_SPAN
+
+    def end(self) -> None:
+        """End the recording; spans that are open now are marked as open in the records."""
+        self._end_ns = clock.now_ns()
+        self.lag.end()
+        self._threads = {thread.ident: thread.native_id for thread in threading.enumerate()}
+
+    def close(self, lane: str) -> TrajectoryLog:
+        """Return the records of an ended log, and free its memory; may be called once, from any
+        thread.
+
+        Args:
+            lane: Lane of the process.
+        """
+        spans, self.spans = self.spans, []
+        trajectories, self.trajectories = self.trajectories, []
+        numbers = {
+            id(span): number for part in (trajectories, spans) for number, span in enumerate(part)
+        }
+        return TrajectoryLog(
+            lane=lane,
+            begin_ns=self._begin_ns,
+            end_ns=self._end_ns,
+            loops=self.lag.loops(),
+            trajectories=[self._trajectory(span, numbers) for span in trajectories],
+            spans=[self._span(span, numbers) for span in spans],
+            blocks=self.lag.blocks,
+            statuses=[
+                StatusChange(_text(new.group), _sample(new.sample), _text(new.status), new.at_ns)
+                for new in self.statuses
+            ],
+            counts=self.counts,
+            spans_left_out=self._left_out[Span],
+            trajectories_left_out=self._left_out[Trajectory],
+        )
+
+    def _trajectory(self, trajectory: Trajectory, numbers: Mapping[int, int]) -> TrajectoryRecord:
+        ended = 0 < trajectory.end_ns <= self._end_ns
+        return TrajectoryRecord(
+            numbers[id(trajectory)],
+            _text(trajectory.group),
+            _sample(trajectory.sample),
+            trajectory.begin_ns,
+            trajectory.end_ns if ended else self._end_ns,
+            (_text(trajectory.status) or "done") if ended else "running",
+            self.lag.number(trajectory.running_loop),
+            _text(trajectory.error),
+            _facts(trajectory.facts),
+        )
+
+    def _span(self, span: Span, numbers: Mapping[int, int]) -> SpanRecord:
+        owner, around = span.trajectory, span.parent
+        limit_ns = self._end_ns
+        if owner is not None and owner.end_ns:
+            limit_ns = min(limit_ns, owner.end_ns)
+        ended = 0 < span.end_ns <= limit_ns
+        while around is not None and around is not owner and id(around) not in numbers:
+            around = around.parent
+        return SpanRecord(
+            numbers[id(span)],
+            NO_SPAN if owner is None else numbers.get(id(owner), NO_SPAN),
+            NO_SPAN if around is None or around is owner else numbers[id(around)],
+            _text(span.name),
+            span.begin_ns,
+            span.end_ns if ended else max(limit_ns, span.begin_ns),
+            self._threads.get(span.thread) or span.thread,
+            NO_SPAN if span.loop is None else span.loop.record.id,
+            ended and span.status == FAILED,
+            _text(span.request),
+            _facts(span.facts),
+            not ended,
+            span.status if ended and span.status in LEFT else "",
+        )
+
+
+def _shorten(facts: dict[str, Any]) -> None:
+    """Cut long texts among facts, e.g. a prompt, to save memory."""
+    for name, value in list(facts.items()):  # another thread may add some
+        if type(value) is str and len(value) > _LONGEST_TEXT:
+            facts[name] = value[:_LONGEST_TEXT]
+
+
+def _facts(facts: Mapping[str, Any]) -> dict[str, Fact]:
+    return {_text(name): _fact(value) for name, value in list(facts.items())[:_MOST_FACTS]}
+
+
+def _sample(value: Any) -> int | str | None:
+    """Return the index or id of a sample of any type as a number or a text."""
+    fact = _fact(value)
+    return fact if isinstance(fact, int | None) else _text(fact)
+
+
+def _fact(value: Any) -> Fact:
+    """Return a value of a type that JSON has, also of NumPy and torch; other types as text."""
+    try:
+        value = value.item() if getattr(value, "ndim", None) == 0 else value
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, numbers.Integral):
+            return int(value) if abs(int(value)) < 1 << 63 else _text(int(value))
+        return float(value) if isinstance(value, numbers.Real) else _text(value)
+    except Exception:  # such as a fraction that is too large
+        return _text(value)
+
+
+def _text(value: object) -> str:
+    """Return a short text that can be written as UTF-8."""
+    try:
+        text = value if isinstance(value, str) else str(value)
+    except Exception:
+        text = type(value).__name__
+    return text[:_LONGEST_TEXT].encode("utf-8", "replace").decode()

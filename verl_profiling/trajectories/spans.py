@@ -282,7 +282,7 @@ def start_log(log: Any) -> None:
     """Record spans and trajectories into a log from now on, including open ones.
 
     Args:
-        log: A :class:`~verl_profiling.trajectories.open_log.OpenLog`.
+        log: A :class:`~verl_profiling.tools.trajectories.OpenLog`.
     """
     global _log
     keep_trajectories()
