@@ -76,8 +76,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     disk = tmp_path_factory.mktemp("run")
     disks = {name: tmp_path_factory.mktemp(name) for name in NODES}
     paths = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
-    # the nodes note their cluster there, as that of this machine, and leave the note;
-    # short, as the paths of sockets are
+    # the nodes note their cluster there, as that of this machine, and leave the note, so it is
+    # removed at the end; short, as the paths of sockets are
     temporary = tempfile.mkdtemp()
     ray.init(
         "local",
@@ -103,7 +103,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         node.terminate()
         node.wait(60)
     ray.shutdown()
-    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(temporary)
+    # the note of "this machine's cluster", which every later ray.init("auto") would read
+    notes = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray").glob("ray_current_cluster*")
+    assert [note for note in notes if address in note.read_text()] == []
 
 
 def alive() -> set[str]:
