@@ -92,11 +92,9 @@ def only_step(steps: Sequence[CapturedStep], path: str | os.PathLike[str]) -> Ca
     """
     if len(steps) > 1:
         last = steps[-1].inputs
-        named = (
-            last.directory
-            if last.manifest
-            else " ".join(str(source.path) for source in last.sources)
-        )
+        named = str(last.directory)
+        if not last.manifest:
+            named = " ".join(str(source.path) for source in last.sources)
         raise ConfigError(
             "path", f"{os.fspath(path)} holds {len(steps)} steps; give one, e.g. {named}"
         )
@@ -149,7 +147,8 @@ def open_steps(
     """
     patterns = tuple(communication)
     communicates(patterns)
-    return _opened([the_run(Path(path)) for path in paths], limits or Limits(), patterns, ray)
+    runs = list(map(the_run, map(Path, paths)))
+    return _opened(runs, limits or Limits(), patterns, ray)
 
 
 def _opened(
@@ -286,7 +285,9 @@ class CapturedStep:
         any other capture returns ``[self]``.
         """
         parts = one_by_one(self.inputs)
-        return [self] if len(parts) == 1 else [CapturedStep(part) for part in parts]
+        if len(parts) == 1:
+            return [self]
+        return list(map(CapturedStep, parts))
 
     def report(self, on_progress: Progress | None = None, *, keep_graph: bool = False) -> Report:
         """Return the report, which notebooks show as an HTML page; only the first call reads the
@@ -511,5 +512,7 @@ class CapturedStep:
         """Return begin and end (unix ns) of a step in traces of several steps,
         else an empty tuple.
         """
-        manifest = self.inputs.manifest if self.inputs.capture else None
-        return () if manifest is None else ((manifest.begin_ns, manifest.end_ns),)
+        manifest = self.inputs.manifest
+        if manifest is None or not self.inputs.capture:
+            return ()
+        return ((manifest.begin_ns, manifest.end_ns),)

@@ -17,7 +17,7 @@ import msgspec
 from verl_profiling.capture_request import Trigger
 from verl_profiling.clock import ClockAnchor
 from verl_profiling.identity import ProcessId, WorkerIdentity, artifact_name
-from verl_profiling.units import local_time
+from verl_profiling.units import listed, local_time
 
 __all__ = [
     "MANIFEST_NAME",
@@ -554,9 +554,9 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
         if self.end_ns is not None:
             last = f" after step {self.last_step}" if self.last_step is not None else ""
             return f"training ended{last}, at {local_time(self.end_ns)}"
-        return (
-            f"{self.process}, which ran the job, is gone" if self.process.alive() is False else ""
-        )
+        if self.process.alive() is False:
+            return f"{self.process}, which ran the job, is gone"
+        return ""
 
 
 def worst_status(artifacts: Iterable[Artifact]) -> tuple[CaptureStatus, str]:
@@ -617,10 +617,7 @@ def finite_numbers(metrics: Mapping[str, Any] | None) -> tuple[dict[str, float],
             numbers[name] = number
         else:
             infinite.append(f"{name} is {number}")
-    if not infinite:
-        return numbers, notes
-    more = f" and {len(infinite) - _MOST_NAMED} more" if len(infinite) > _MOST_NAMED else ""
-    notes.append(
-        f"metrics that are not finite were left out: {', '.join(infinite[:_MOST_NAMED])}{more}"
-    )
+    if infinite:
+        named = listed(infinite, _MOST_NAMED)
+        notes.append(f"metrics that are not finite were left out: {named}")
     return numbers, notes

@@ -77,9 +77,9 @@ def value_of(kind: Any, value: Any, key: str) -> Any:
         if dataclasses.is_dataclass(option) and isinstance(option, type):
             return build(option, value, key)
         if option is Size:
-            return value_of(
-                NotNegative, _size(value, key) if isinstance(value, str) else value, key
-            )
+            if isinstance(value, str):
+                value = _size(value, key)
+            return value_of(NotNegative, value, key)
         if typing.get_origin(option) is dict and isinstance(value, Mapping):
             item = typing.get_args(option)[1]
             return {
@@ -121,11 +121,9 @@ def _problem(error: str, value: Any, options: tuple[Any, ...]) -> str:
     if isinstance(value, str) and str not in options and lists:
         first, _, last = value.partition("-")
         if first.isdecimal() and last.isdecimal():
-            value = (
-                f"{first}, {int(first) + 1}, ..., {last}"
-                if int(last) > int(first) + 1
-                else f"{first}, {last}"
-            )
+            second = int(first) + 1
+            more = f" {second}, ...," if int(last) > second else ""
+            value = f"{first},{more} {last}"
         return f"{error}; write a list: [{value}]"
     if isinstance(value, int | float) and str in options:
         return f'{error}; write it with quotation marks: "{value}"'

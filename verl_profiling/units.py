@@ -44,14 +44,9 @@ def local_time(unix_ns: int) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_ns / 1e9))
 
 
-def step_list(steps: Sequence[int], most: int = 10) -> str:
-    """Return ``step 3``, or ``steps 3, 5, 8 and 2 more``.
-
-    Args:
-        steps: Numbers of steps.
-        most: Maximum number of listed steps.
-    """
-    return f"{'step' if len(steps) == 1 else 'steps'} {listed(list(map(str, steps)), most)}"
+def step_list(steps: Sequence[int]) -> str:
+    """Return ``step 3``, or ``steps 3, 5, 8 and 2 more`` after the first ten."""
+    return f"{'step' if len(steps) == 1 else 'steps'} {listed(list(map(str, steps)), 10)}"
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
@@ -72,7 +67,8 @@ def three_digits(value: float) -> str:
     size = abs(value)
     if size < 0.9995:  # less than one of the smallest unit
         return f"{value:.3g}"
-    return f"{value:,.{2 if size < 9.995 else 1 if size < 99.95 else 0}f}"
+    digits = (size < 9.995) + (size < 99.95)
+    return f"{value:,.{digits}f}"
 
 
 def visible(text: str) -> str:

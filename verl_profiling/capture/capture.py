@@ -152,7 +152,8 @@ class Capture:
             self.log.begin(name)
             return
         with self._lock:
-            if starts := self._recorded is None and not self._stopped.is_set():
+            starts = self._recorded is None and not self._stopped.is_set()
+            if starts:
                 self._occurrences[name] += 1
                 try:
                     self._start_tools(name, self._occurrences[name])
@@ -335,8 +336,7 @@ class Capture:
 
     def _mark_spans(self) -> None:
         """Mark stages in the artifacts of the tools that support marks."""
-        kinds = [running.recording.marks for running in self._running]
-        marks = [kind for kind in kinds if kind is not None]
+        marks = list(filter(None, (running.recording.marks for running in self._running)))
         if len(marks) == 1:
             self.log.begin_mark, self.log.end_mark = marks[0]
         elif marks:

@@ -132,7 +132,7 @@ def result_of(
     )
 
 
-def skipped(identity: WorkerIdentity, reason: str, capture_id: str | None = None) -> CaptureResult:
+def skipped(identity: WorkerIdentity, reason: str, capture_id: str | None) -> CaptureResult:
     """Return the result of a worker that does not take part."""
     return CaptureResult(
         identity=identity, capture_id=capture_id or "", status="skipped", reason=reason

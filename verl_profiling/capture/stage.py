@@ -88,13 +88,8 @@ class Stage:
     async def __aenter__(self) -> None:
         self.__enter__()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.__exit__(kind, error, trace)
+    async def __aexit__(self, *exception: Any) -> None:
+        self.__exit__(*exception)
 
     def __call__(self, function: F) -> F:
         """Decorate a function or a coroutine function; its return value and attributes are kept.

@@ -28,13 +28,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> bool:
     """Check the artifacts under each path; return whether all are there and whole."""
     results = [open_run(path, ray=arguments.ray).check() for path in dict.fromkeys(arguments.paths)]
+    count = bad = 0
     for result in results:
         where = f"{result.directory}/" if len(results) > 1 else ""
         show(arguments, result, _lines(result, where))
+        for entry in result.artifacts:
+            count += 1
+            bad += entry.status not in ("ok", "skipped")
     if not arguments.json:
-        statuses = [entry.status for result in results for entry in result.artifacts]
-        bad = sum(status not in ("ok", "skipped") for status in statuses)
-        print(f"{len(statuses)} artifacts, " + (f"{bad} not ok" if bad else "all ok"))
+        print(f"{count} artifacts, " + (f"{bad} not ok" if bad else "all ok"))
     return all(result.ok for result in results)
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -72,6 +72,7 @@ class StepByStep:
 
     Attributes:
         steps: The readable captures; only a continuous capture has several steps.
+        each: Their steps.
         is_well: Whether there was no warning, and no data is missing.
     """
 
@@ -79,6 +80,7 @@ class StepByStep:
         self, paths: Sequence[Path], communication: Sequence[str] = (), ray: str | None = None
     ) -> None:
         self.steps, problems = open_steps(paths, communication=communication, ray=ray)
+        self.each = [step for capture in self.steps for step in capture.by_step()]
         self._failures: list[TraceFormatError] = []
         self.is_well = True
         for problem in problems:
@@ -92,15 +94,18 @@ class StepByStep:
         Args:
             keep_graphs: Whether the steps keep their graphs.
         """
-        each = [step for capture in self.steps for step in capture.by_step()]
         reports = []
-        with progress("reading", sum(len(step.inputs.sources) for step in each)) as advance:
-            for step in each:
+        with self.reading() as advance:
+            for step in self.each:
                 with self.surviving():
                     reports.append((step, step.report(advance, keep_graph=keep_graphs)))
                     if reports[-1][1].coverage.missing:
                         self.is_well = False
         return reports
+
+    def reading(self) -> AbstractContextManager[Callable[[object], None]]:
+        """Show how many traces of all steps are read; yield the function that counts one."""
+        return progress("reading", sum(len(step.inputs.sources) for step in self.each))
 
     @contextmanager
     def surviving(self) -> Iterator[None]:

@@ -114,7 +114,7 @@ def plan_of(config: ProfilingConfig, steps: int | None = None) -> Plan:
         config: The configuration.
         steps: Number of the loop's last step, if known.
     """
-    roles = [_role_plan(config.for_role(role)) for role in _roles(config)]
+    roles = list(map(_role_plan, map(config.for_role, _roles(config))))
     settings = dict(_changed(config.to_dict(), ProfilingConfig().to_dict()))
     captures, warm_ups, more = planned_captures(config.schedule, steps)
     if not config.enable:
@@ -272,7 +272,8 @@ def load_config(path: Path) -> ProfilingConfig:
     if not isinstance(values, Mapping | None):
         raise ConfigError(str(path), f"must be a mapping, is {type(values).__name__}")
     if values is not None:
-        values = {key: value for key, value in values.items() if key != "defaults"}
+        values = dict(values)
+        values.pop("defaults", None)
     return ProfilingConfig.from_any(values)
 
 

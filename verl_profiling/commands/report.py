@@ -77,14 +77,18 @@ def run(arguments: argparse.Namespace) -> bool:
         ConfigError: ``--csv``, ``--tensorboard`` or ``--verdict`` is given, which need a captured
             step.
     """
-    places = [the_run(path) for path in arguments.paths]
-    runs: dict[Path, _Steps] = {place: [] for place in places if is_uncaptured(place)}
-    captured = [place for place in places if place not in runs]
+    runs: dict[Path, _Steps] = {}
+    captured = []
+    for place in map(the_run, arguments.paths):
+        if is_uncaptured(place):
+            runs[place] = []
+        else:
+            captured.append(place)
     is_well, steps = True, _Steps()
     if captured:
         is_well, steps = _read(captured, runs, arguments)
     else:
-        _refuse_options_of_steps(places[0], arguments)
+        _refuse_options_of_steps(next(iter(runs)), arguments)
     for step, report in steps:
         run = step.directory.parent
         if any(run.resolve().is_relative_to(place.resolve()) for place in captured):
@@ -163,7 +167,7 @@ def _print_run(view: RunView, reports: Sequence[Report]) -> None:
     elif view.watch:
         print(visible(f"watch of {view.run}: {view.hangs or watch_sentence(view.watch)}"))
     if view.watch:
-        print_run([seconds_of(step) for step in view.watch], _WATCHED, console)
+        print_run(list(map(seconds_of, view.watch)), _WATCHED, console)
     else:
         steps = [{**stage_seconds(report), STEP: report.span_us / 1e6} for report in reports]
         print_run(steps, "captured steps", console)

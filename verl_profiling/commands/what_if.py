@@ -31,7 +31,6 @@ from verl_profiling.commands.common import (
     add_communication,
     add_paths,
     add_ray,
-    progress,
 )
 from verl_profiling.errors import ConfigError
 from verl_profiling.numbers.columns import PathRow
@@ -95,11 +94,10 @@ def _predictions(work: StepByStep, changes: Mapping[str, Any]) -> list[tuple[str
     Raises:
         ConfigError: No step has what is to be changed.
     """
-    steps = [step for capture in work.steps for step in capture.by_step()]
     predictions: list[tuple[str, Prediction]] = []
     refusals: list[tuple[str, ConfigError]] = []
-    with progress("reading", sum(len(step.inputs.sources) for step in steps)) as advance:
-        for step in steps:
+    with work.reading() as advance:
+        for step in work.each:
             title = step.inputs.title
             with work.surviving():
                 try:

@@ -40,6 +40,8 @@ from verl_profiling.settings.config import ProfilingConfig
 logger = logging.getLogger(__name__)
 
 Returned = TypeVar("Returned")
+Hook = Callable[[Controller, Any], Waits[None] | None]
+"""A hook of the controller with its argument; it returns the blocking functions to run."""
 
 _callbacks: WeakSet[_Callback[Any]] = WeakSet()
 
@@ -84,7 +86,7 @@ class _Callback(Generic[Returned]):
     @abstractmethod
     def _call(
         self,
-        hook: Callable[[Controller, Any], Waits[None] | None],
+        hook: Hook,
         argument: Any,
         loop_raised: bool = False,
     ) -> Returned:
@@ -342,7 +344,7 @@ class ProfilingCallback(_Callback[None]):
 
     def _call(
         self,
-        hook: Callable[[Controller, Any], Waits[None] | None],
+        hook: Hook,
         argument: Any,
         loop_raised: bool = False,
     ) -> None:
@@ -414,7 +416,7 @@ class AsyncProfilingCallback(_Callback[Coroutine[Any, Any, None]]):
 
     async def _call(
         self,
-        hook: Callable[[Controller, Any], Waits[None] | None],
+        hook: Hook,
         argument: Any,
         loop_raised: bool = False,
     ) -> None:

@@ -296,12 +296,8 @@ class CapturedWorkers:
         started = self._started.get(worker)
         if started is not None:
             fields["process"] = started.process
-        if "artifacts" not in fields:
-            expected = [] if started is None else started.expected
-            fields["artifacts"] = [
-                replace(artifact, status="missing", step=request.step, reason=reason)
-                for artifact in expected
-            ]
+            lost = partial(replace, status="missing", step=request.step, reason=reason)
+            fields.setdefault("artifacts", list(map(lost, started.expected)))
         fields = {"status": "failed", **fields}
         roles = list(worker.target.roles)
         return result_of(request, role, worker.identity, roles=roles, reason=reason, **fields)

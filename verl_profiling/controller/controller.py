@@ -17,7 +17,7 @@ from typing import Any
 from verl_profiling import clock
 from verl_profiling.capture.finishing import AfterHooks
 from verl_profiling.capture.protocol import CaptureStart
-from verl_profiling.capture.stage import SpanLog
+from verl_profiling.capture.stage import SpanLog, record_pauses
 from verl_profiling.controller.captured_workers import CapturedWorkers
 from verl_profiling.controller.decision import Decisions
 from verl_profiling.controller.loop import LoopOrder, LoopStages, OpenCapture, whole_version
@@ -108,7 +108,6 @@ class Controller:
         self._order.step_begins(step, records)
         if self.watch is not None:
             self.watch.step_begins(step, whole_version(policy_version)[0])
-            self.stages.record_pauses()
         if self.live is None and decision is None:
             return None
         return self._begin_step(step, policy_version, decision)
@@ -189,7 +188,7 @@ class Controller:
 
     def _begin_recorded_rollout(self, live: OpenCapture, in_background: bool) -> Waits[None]:
         self.stages.end_rollout()
-        yield from live.begin_rollout()
+        yield from live.workers.begin_rollout(live.step.step)
         if not in_background:
             self.stages.begin_rollout(live.log)
 
@@ -433,7 +432,7 @@ class Controller:
     def _end_run(self) -> Waits[None]:
         run = self._run
         most_s = self.roster.most_s
-        self.stages.record_no_pauses()
+        record_pauses(self.stages, None)
         if place_of(self.config, self.roster.targets)[0] == 0:  # else rank 0 has the run's folder
             never_came = self._order.train_ends(self.config.schedule, run.resumes)
             if self._order.steps:

@@ -203,23 +203,15 @@ class LoopStages:
         return None if self._watch is None else SpanLog(self, self._watch.sums, None)
 
     def pass_to(self, log: SpanLog | None) -> None:
-        """Record the stages from now on in a log; ``None`` records nothing."""
+        """Record the stages and pauses from now on in a log; ``None`` records nothing."""
         if log is not None and self._watch is not None:
             log.sums = self._watch.sums
         self.sink = log
-        self.record_pauses()
+        record_pauses(self, log)
 
     def watch_only(self) -> None:
         """Record the stages from now on in no capture."""
         self.pass_to(self.watched())
-
-    def record_pauses(self) -> None:
-        """Record pauses of the process as long as stages are recorded."""
-        record_pauses(self, self.sink)
-
-    def record_no_pauses(self) -> None:
-        """Record no more pauses, as training ends."""
-        record_pauses(self, None)
 
     def begin_rollout(self, log: SpanLog) -> None:
         """Begin the stage ``rollout`` in a log."""
@@ -413,12 +405,8 @@ class OpenCapture:
             notes=notes,
         )
 
-    def begin_rollout(self) -> Waits[None]:
-        """Start the rollout engines in discrete mode, which record one rollout."""
-        yield from self.workers.begin_rollout(self.step.step)
-
     def end_rollout(self, metrics: Mapping[str, Any] | None) -> Waits[None]:
-        """Stop the engines that :meth:`begin_rollout` started, and keep metrics."""
+        """Stop the rollout engines in discrete mode, and keep metrics."""
         self.keep(metrics)
         yield from self.workers.stop(ROLLOUT)
 

@@ -423,7 +423,7 @@ def _located(folder: Path, results: list[CaptureResult], notes: list[str]) -> li
     return workers
 
 
-def is_pending(folder: Path, upload: Upload | None = None) -> bool:
+def is_pending(folder: Path, upload: Upload | None) -> bool:
     """Return whether a process may still write into a step folder.
 
     Args:

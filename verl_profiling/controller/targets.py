@@ -279,9 +279,7 @@ def _to_object(
     return [settle(Future(), call)]
 
 
-def make_targets(
-    role: str, workers: Any, loop: asyncio.AbstractEventLoop | None = None
-) -> list[Target]:
+def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None) -> list[Target]:
     """Return the targets for the workers that a user added.
 
     Args:
@@ -336,9 +334,6 @@ def _identity_of(worker: Any) -> str | int:
 
 
 def _future_of(answer: Any) -> Future[Any]:
-    if isinstance(answer, Future):
-        return answer
-    future: Future[Any] = (
-        answer.future() if hasattr(answer, "future") else settle(Future(), lambda: answer)
-    )
-    return future
+    if hasattr(answer, "future"):
+        answer = answer.future()
+    return answer if isinstance(answer, Future) else settle(Future(), lambda: answer)

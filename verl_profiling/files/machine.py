@@ -203,7 +203,7 @@ def engine_devices(
         ids: Numbers (on this host) or UUIDs of the engine's devices; ``None`` for the visible
             devices of this process. Then an engine on CPUs has none.
     """
-    visible = (() if kind == "cpu" else _visible(kind)) if ids is None else ids
+    visible = _visible(kind) if ids is None else ids
     every = ids is None and not visible and kind != "cpu"
     known = [Device(kind=kind)] * ranks
     for rank, number in enumerate(numbers[:ranks]):

@@ -92,20 +92,16 @@ def appended(path: Path) -> BinaryIO:
     return os.fdopen(_descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
 
 
-def read_small(path: Path, most: int = SMALL_BYTES) -> bytes:
-    """Return the content of a small file.
-
-    Args:
-        path: The file.
-        most: Size limit (bytes).
+def read_small(path: Path) -> bytes:
+    """Return the content of a file of at most ``SMALL_BYTES``.
 
     Raises:
         OSError: The file is larger, or cannot be opened (see :func:`opened`).
     """
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            why = f"has {byte_size(size)}, and at most {byte_size(most)} are read"
+        if size > SMALL_BYTES:
+            why = f"has {byte_size(size)}, and at most {byte_size(SMALL_BYTES)} are read"
             raise OSError(errno.EFBIG, why, str(path))
         return file.read(size)
 

@@ -161,11 +161,9 @@ class RemoteFolder:
         retrying = Retrying(
             stop=stop_after_delay(retry_s), wait=wait_exponential(0.5, max=30), reraise=True
         )
-        files = (
-            [file for file in sorted(local.rglob("*")) if file.is_file()]
-            if local.is_dir()
-            else [local]
-        )
+        files = [local]
+        if local.is_dir():
+            files = list(filter(Path.is_file, sorted(local.rglob("*"))))
         for file in files:
             inside = "" if file is local else f"/{file.relative_to(local).as_posix()}"
             retrying(self._put_file, file, f"{self._path}/{name}{inside}")

@@ -123,15 +123,22 @@ class Schedule:
     continuous: bool = False
 
     def __post_init__(self) -> None:
-        cycle = {"skip_first": 0, "wait": 0, "warmup": 0, "active": 1, "repeat": 0}
-        ways = [name for name in ("steps", "every") if getattr(self, name) is not None]
-        ways += [name for name, default in cycle.items() if getattr(self, name) != default]
+        ways = [name for name in self._given() if name != "continuous"]
         if len(ways) > 1 and ways[0] in ("steps", "every"):
             raise ConfigError(ways[0], f"excludes schedule.{ways[1]}; remove one of them")
         if self.continuous and self.records_every_step:
             raise ConfigError(
                 "continuous", "would be one capture without an end; bound it with steps or repeat"
             )
+
+    def _given(self) -> dict[str, Any]:
+        """Return the settings that differ from their defaults, by name."""
+        given = {}
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if value != setting.default:
+                given[setting.name] = value
+        return given
 
     @property
     def records_every_step(self) -> bool:
@@ -160,11 +167,7 @@ class Schedule:
         """Return the settings that differ from their defaults, e.g. ``schedule.every=10``."""
         if self.steps == ():
             return "schedule.steps is empty: only captures on request"
-        given = [
-            f"schedule.{field.name}={value}"
-            for field in fields(self)
-            if (value := getattr(self, field.name)) != field.default
-        ]
+        given = [f"schedule.{name}={value}" for name, value in self._given().items()]
         return ", ".join(given) or "the schedule has every step from step 1 on"
 
     def last_step(self, limit: int | None = None) -> int | None:
@@ -390,7 +393,6 @@ class ProfilingConfig:
                 raise ConfigError(
                     f"{key}tool", f"{tool.name} cannot record together with {', '.join(clash)}"
                 )
-        stages = select.stages if override.stages is None else override.stages
         is_selected = select.roles is None or role in select.roles
         return RoleConfig(
             role=role,
@@ -399,7 +401,6 @@ class ProfilingConfig:
             tool_names=[tool.name for tool in tools],
             mode=override.mode or self.mode,
             **choose(override, select, key),
-            stages=frozenset(stages) if stages is not None else None,
             limits=self.limits,
         )
 
@@ -443,7 +444,9 @@ class ProfilingConfig:
 
     def _names_of(self, override: RoleOverride, key: str) -> tuple[str, ...]:
         """Return the names of a role's tools, from the role's settings or the common setting."""
-        tool, key = (self.tool, "tool") if override.tool is None else (override.tool, f"{key}tool")
+        tool, key = override.tool, f"{key}tool"
+        if tool is None:
+            tool, key = self.tool, "tool"
         names = (tool,) if isinstance(tool, str) else tuple(tool)
         if not names:
             raise ConfigError(key, "is empty; set enable=false to record nothing")
@@ -453,9 +456,11 @@ class ProfilingConfig:
 
     def _build_tool(self, name: str, override: RoleOverride, key: str) -> Tool:
         tool_class = load_tool(name, f"{key}tool" if override.tool is not None else "tool")
-        options = override.tools.get(name, {})
-        where = f"{key}tools.{name}" if options else f"tools.{name}"
-        options = {**self.tools.get(name, {}), **options}
+        own = override.tools.get(name, {})
+        where = f"tools.{name}"
+        if own:
+            where = f"{key}{where}"
+        options = {**self.tools.get(name, {}), **own}
         return tool_class(build(tool_class.options_class, options, where))
 
 

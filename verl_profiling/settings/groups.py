@@ -446,8 +446,8 @@ def _recording(selection: CaptureSelection, role: str, tools: tuple[str, ...]) -
     return changes
 
 
-def choose(override: Coordinates, common: Selection, key: str) -> dict[str, Any]:
-    """Return ranks, replicas and coordinates of a role, from its own settings, else from
+def choose(override: RoleOverride, common: Selection, key: str) -> dict[str, Any]:
+    """Return ranks, replicas, coordinates and stages of a role, from its own settings, else from
     ``select``.
 
     Args:
@@ -459,7 +459,7 @@ def choose(override: Coordinates, common: Selection, key: str) -> dict[str, Any]
         ConfigError: A value is not valid as ranks.
     """
 
-    def chosen(name: str) -> tuple[Ranks, str]:
+    def chosen(name: str) -> tuple[Any, str]:
         value = getattr(override, name)
         if value is not None:
             return value, f"{key}{name}"
@@ -474,7 +474,9 @@ def choose(override: Coordinates, common: Selection, key: str) -> dict[str, Any]
     if ranks == _ONE_PER_PP_STAGE:
         ranks = None
         coordinates = {name: frozenset({0}) for name in _DIMENSIONS if name != "pp"} | coordinates
+    stages, _ = chosen("stages")
     return {
+        "stages": None if stages is None else frozenset(stages),
         "ranks": parse_ranks(ranks, ranks_key),
         "replicas": parse_ranks(*chosen("replicas")),
         "coordinates": coordinates,

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_profiling.slices.slices import Ints, Slices
-from verl_profiling.slices.waits import last_begins
+from verl_profiling.slices.slices import Ints, Slices, last_begins
 
 
 class PathPart(NamedTuple):

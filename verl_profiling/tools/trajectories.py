@@ -165,9 +165,10 @@ class OpenLog:
         """
         spans, self.spans = self.spans, []
         trajectories, self.trajectories = self.trajectories, []
-        numbers = {
-            id(span): number for part in (trajectories, spans) for number, span in enumerate(part)
-        }
+        numbers: dict[int, int] = {}
+        for part in (trajectories, spans):
+            for number, span in enumerate(part):
+                numbers[id(span)] = number
         return TrajectoryLog(
             lane=lane,
             begin_ns=self._begin_ns,
@@ -207,10 +208,12 @@ class OpenLog:
         ended = 0 < span.end_ns <= limit_ns
         while around is not None and around is not owner and id(around) not in numbers:
             around = around.parent
+        if around is owner:
+            around = None
         return SpanRecord(
             numbers[id(span)],
-            NO_SPAN if owner is None else numbers.get(id(owner), NO_SPAN),
-            NO_SPAN if around is None or around is owner else numbers[id(around)],
+            numbers.get(id(owner), NO_SPAN),
+            numbers.get(id(around), NO_SPAN),
             _text(span.name),
             span.begin_ns,
             span.end_ns if ended else max(limit_ns, span.begin_ns),
@@ -244,12 +247,16 @@ def _sample(value: Any) -> int | str | None:
 def _fact(value: Any) -> Fact:
     """Return a value of a type that JSON has, also of NumPy and torch; other types as text."""
     try:
-        value = value.item() if getattr(value, "ndim", None) == 0 else value
+        if getattr(value, "ndim", None) == 0:
+            value = value.item()
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, numbers.Integral):
-            return int(value) if abs(int(value)) < 1 << 63 else _text(int(value))
-        return float(value) if isinstance(value, numbers.Real) else _text(value)
+            number = int(value)
+            return number if abs(number) < 1 << 63 else _text(number)
+        if isinstance(value, numbers.Real):
+            return float(value)
+        return _text(value)
     except Exception:  # such as a fraction that is too large
         return _text(value)
 

@@ -335,9 +335,12 @@ def _leave(ended: Span) -> None:
 
 def _tokens(facts: dict[str, Any]) -> int:
     """Return the tokens of prompt and response among the facts of a span."""
-    prompt, response = facts.get("prompt_tokens"), facts.get("response_tokens")
-    known = prompt if type(prompt) is int and 0 < prompt < _MOST_TOKENS else 0
-    return known + response if type(response) is int and 0 < response < _MOST_TOKENS else known
+    tokens = 0
+    for name in ("prompt_tokens", "response_tokens"):
+        value = facts.get(name)
+        if type(value) is int and 0 < value < _MOST_TOKENS:
+            tokens += value
+    return tokens
 
 
 def _status(kind: type[BaseException]) -> str:

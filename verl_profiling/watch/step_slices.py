@@ -16,8 +16,7 @@ from verl_profiling.files.step_summary import RankUse, StepSummary
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import WAIT
 from verl_profiling.slices.path import segments_of
-from verl_profiling.slices.slices import Ints, Slices
-from verl_profiling.slices.waits import called_in, peers
+from verl_profiling.slices.slices import Ints, Slices, called_in, peers
 
 
 class StepPart(NamedTuple):
