@@ -27,9 +27,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipes.agent_tiny import agent_loop, environment
 from recipes.agent_tiny import train as agent_tiny
-from recipes.grpo_tiny import rollout, task, workers
+from recipes.grpo_tiny import rollout, workers
 from recipes.grpo_tiny import train as grpo_tiny
-from verl_profiling import ProfilingCallback
+from verl_profiling.integrations.tiny_grpo import END, NUMBERS
 
 WARM, CAPTURED = 1, 5
 """Steps of a run."""
@@ -62,21 +62,19 @@ class Rank(workers.ActorWorker):
     def begin(self, plan: Plan) -> None:
         """Begin a run."""
         self.plan = plan
-        self.config.mini_batches = 2 * plan.epochs
+        self.mini_batches = 2 * plan.epochs
 
-    def update_actor(self, batch: dict[str, torch.Tensor]) -> float:
+    def update_actor(self, batch: dict[str, torch.Tensor]) -> None:
         """Train on the planned rows."""
         many = self.plan.epochs * self.plan.rows[torch.distributed.get_rank()]
-        return super().update_actor(
-            {name: torch.cat([tensor] * many) for name, tensor in batch.items()}
-        )
+        super().update_actor({name: torch.cat([tensor] * many) for name, tensor in batch.items()})
 
 
 def response(name: str) -> list[int]:
     """Return the response with a name, as long as one of a model without training."""
     rng, tokens = random.Random(name), list[int]()
-    while len(tokens) < task.NUMBERS and task.END not in tokens:
-        tokens.append(rng.randint(0, task.END))
+    while len(tokens) < NUMBERS and END not in tokens:
+        tokens.append(rng.randint(0, END))
     return tokens
 
 
@@ -111,7 +109,7 @@ class Transformers(Replayed, rollout.TransformersEngine):
 
     def _sample(self, prompts: list[list[int]]) -> list[list[int]]:
         self.handle.generation_config.eos_token_id = None
-        rollout.RESPONSE_LENGTH = self.tokens.pop(id(prompts[0]), task.NUMBERS)
+        rollout.RESPONSE_LENGTH = self.tokens.pop(id(prompts[0]), NUMBERS)
         return super()._sample(prompts)
 
 
@@ -173,23 +171,6 @@ class AgentLoop(agent_loop.AgentLoop):
         return [episode if isinstance(one, BaseException) else one for one in found]
 
 
-def agent_step(
-    config: DictConfig,
-    actors: list[Any],
-    servers: list[Any],
-    loops: list[Any],
-    profiling: Any,
-    step: int,
-) -> None:
-    """Make trajectories, and train on them."""
-    profiling.on_rollout_begin()
-    jobs = agent_tiny.jobs_of(config, step, random.Random(config.seed))
-    episodes = agent_tiny.spread(loops, "play", jobs)
-    profiling.on_rollout_end()
-    rewards = torch.tensor([episode.reward for episode in episodes])
-    agent_tiny.update(config, actors, servers, profiling, agent_tiny.collate(episodes), rewards)
-
-
 def main() -> None:
     """Run the plans."""
     folder, recipe, overrides, plans = sys.argv[1], sys.argv[2], *map(json.loads, sys.argv[3:])
@@ -212,24 +193,17 @@ def main() -> None:
     steps = range(1, WARM + CAPTURED + 1)
     for number, plan in enumerate(plans):
         ray.get([one.begin.remote(Plan(**plan)) for one in [*servers, *actors, *loops]])
-        settings = {
-            **OmegaConf.to_container(config.profiling, resolve=True),
-            "save_path": str(Path(folder, str(number))),
-            "schedule": {"steps": list(steps[WARM:])},
-        }
-        with ProfilingCallback(settings) as profiling:
-            profiling.add_workers("actor", actors)
-            profiling.add_rollout(servers)
-            if loops:
-                profiling.add_workers("agent_loop", loops)
+        OmegaConf.update(config.profiling, "save_path", str(Path(folder, str(number))))
+        OmegaConf.update(config.profiling, "schedule.steps", list(steps[WARM:]))
+        if loops:
+            loop = agent_tiny.AgentRayLoop(config, actors, servers, loops)
+        else:
+            loop = grpo_tiny.RayLoop(config, actors, servers)
+        with loop.profiling as profiling:
             for step in steps:
                 profiling.on_step_begin(step)
-                if loops:
-                    agent_step(config, actors, servers, loops, profiling, step)
-                else:
-                    grpo_tiny.grpo_step(
-                        config, actors, servers, profiling, random.Random(config.seed)
-                    )
+                loop.rng.seed(config.seed)
+                loop.step(step)
                 profiling.on_step_end()
 
 

@@ -52,8 +52,8 @@ SHARED = (
     *("manifest", "files", "capture_request"),
 )
 ANALYSIS = ("steps", "numbers", "timeline", "report", "predict", "analysis", "commands", "cli")
-# Look at settings and machine before a run: on neither side, and known to their commands alone.
-DOCTOR = ("commands.doctor", "commands.plan")
+# Before a run, or a run themselves: on neither side, and known to their commands alone.
+DOCTOR = ("commands.doctor", "commands.plan", "commands.demo")
 
 
 def module_of(path: Path) -> str:

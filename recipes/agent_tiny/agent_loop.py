@@ -11,8 +11,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from recipes.agent_tiny.environment import Environment, Tools
-from recipes.grpo_tiny import task
 from verl_profiling import span, trajectory
+from verl_profiling.integrations.tiny_grpo import END, reward
 from verl_profiling.workers import AgentLoopCaptureMixin
 
 
@@ -79,7 +79,7 @@ class AgentLoop(AgentLoopCaptureMixin):
                 answer = await self.answer(episode, f"{job.group}.{job.sample}.{turn}")
                 await self.check(episode, number, answer)
                 with span("reward"):
-                    episode.rewards.append(task.reward([number], answer))
+                    episode.rewards.append(reward([number], answer))
                 with span("environment:step"):
                     following = await environment.step()
                 if following is None:
@@ -105,7 +105,7 @@ class AgentLoop(AgentLoopCaptureMixin):
         search for what a wrong one should have been.
         """
         right = False
-        if answer[-1] == task.END:
+        if answer[-1] == END:
             episode.tool_calls += 1
             with span("tool:sandbox"):
                 right = await self.tools.sandbox(number, answer)

@@ -8,7 +8,7 @@ import sys
 
 from omegaconf import DictConfig
 
-from recipes.grpo_tiny.task import END
+from verl_profiling.integrations.tiny_grpo import END
 
 
 class Environment:

@@ -2,10 +2,7 @@
 ``python -m recipes.agent_tiny.train``.
 """
 
-import json
 import random
-import time
-from pathlib import Path
 
 import hydra
 import ray
@@ -14,9 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch.nn.utils.rnn import pad_sequence
 
 from recipes.agent_tiny.agent_loop import AgentLoop, Episode, Job
-from recipes.grpo_tiny import task
-from recipes.grpo_tiny.train import Batch, Handles, spread, start_actors, start_servers, update
-from verl_profiling import ProfilingCallback
+from recipes.grpo_tiny.train import Handles, RayLoop, spread, start_actors, start_servers
+from verl_profiling.integrations.tiny_grpo import END, Batch, sample_prompts
 
 
 def start_agent_loops(config: DictConfig, servers: Handles) -> Handles:
@@ -29,7 +25,7 @@ def jobs_of(config: DictConfig, step: int, rng: random.Random) -> list[Job]:
     """Return the trajectories to make in a step; those of one group get the same numbers."""
     jobs = []
     for prompt in range(config.batch.prompts):
-        numbers = [number for (number,) in task.sample_prompts(config.agent.turns, rng)]
+        numbers = [number for (number,) in sample_prompts(config.agent.turns, rng)]
         jobs += [
             Job(f"{step}.{prompt}", sample, numbers, version=step - 1)
             for sample in range(config.batch.group_size)
@@ -42,39 +38,29 @@ def collate(episodes: list[Episode]) -> Batch:
     tokens = [torch.tensor(episode.tokens) for episode in episodes]
     masks = [torch.tensor(episode.mask) for episode in episodes]
     return {
-        "tokens": pad_sequence(tokens, batch_first=True, padding_value=task.END),
+        "tokens": pad_sequence(tokens, batch_first=True, padding_value=END),
         "mask": pad_sequence(masks, batch_first=True),
     }
 
 
-def train(config: DictConfig) -> None:
-    """Start the workers and run the loop; one line of metrics per step goes
-    to ``metrics.jsonl``.
-    """
-    actors, servers = start_actors(config), start_servers(config)
-    loops = start_agent_loops(config, servers)
+class AgentRayLoop(RayLoop):
+    """The loop, in which agent loops make the trajectories."""
 
-    profiling = ProfilingCallback(config.profiling)
-    profiling.add_workers("actor", actors)
-    profiling.add_rollout(servers)
-    profiling.add_workers("agent_loop", loops)
+    def __init__(
+        self, config: DictConfig, actors: Handles, servers: Handles, loops: Handles
+    ) -> None:
+        super().__init__(config, actors, servers)
+        self.loops = loops
+        self.profiling.add_workers("agent_loop", loops)
 
-    rng = random.Random(config.seed)
-    with profiling, Path(config.output_dir, "metrics.jsonl").open("w") as log:
-        for step in range(1, config.steps + 1):
-            begin = time.perf_counter()
-            profiling.on_step_begin(step, policy_version=step - 1)
-            profiling.on_rollout_begin()
-            episodes = spread(loops, "play", jobs_of(config, step, rng))
-            profiling.on_rollout_end()
-            rollout_s = time.perf_counter() - begin
-            rewards = torch.tensor([episode.reward for episode in episodes])
-            loss = update(config, actors, servers, profiling, collate(episodes), rewards)
-            metrics = {"reward": rewards.mean().item(), "loss": loss, "rollout_seconds": rollout_s}
-            profiling.on_step_end(metrics)
-            metrics["seconds"] = time.perf_counter() - begin
-            log.write(json.dumps({"step": step, **metrics}) + "\n")
-            print(f"step {step:3d}", *(f"{name} {value:.3f}" for name, value in metrics.items()))
+    def step(self, step: int) -> dict[str, float]:
+        """Make trajectories, and train on them; log and return the step's metrics."""
+        self.profiling.on_rollout_begin()
+        episodes = spread(self.loops, "play", jobs_of(self.config, step, self.rng))
+        self.profiling.on_rollout_end()
+        rewards = torch.tensor([episode.reward for episode in episodes])
+        self.update(collate(episodes), rewards)
+        return self.logged(step, {"reward": rewards.mean().item()})
 
 
 @hydra.main(version_base=None, config_path=".", config_name="config")
@@ -82,7 +68,9 @@ def main(config: DictConfig) -> None:
     """Entry point: Hydra composes ``config.yaml`` with the command line."""
     ray.init(**OmegaConf.to_container(config.ray))
     try:
-        train(config)
+        actors, servers = start_actors(config), start_servers(config)
+        loops = start_agent_loops(config, servers)
+        AgentRayLoop(config, actors, servers, loops).train(config.steps)
     finally:
         ray.shutdown()
 

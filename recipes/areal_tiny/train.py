@@ -15,9 +15,9 @@ from areal.api.cli_args import GRPOConfig, load_expr_config
 from datasets import Dataset
 
 from recipes.grpo_tiny.model import build_model
-from recipes.grpo_tiny.task import NUMBERS, reward
 from recipes.grpo_tiny.tokenizer import make_tokenizer
 from verl_profiling.integrations.areal import areal_profiling
+from verl_profiling.integrations.tiny_grpo import NUMBERS, reward
 
 CONFIG = Path(__file__).with_name("config.yaml")
 ONE_RANK = {

@@ -4,7 +4,7 @@ import torch
 from omegaconf import DictConfig
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from recipes.grpo_tiny.task import END, NUMBERS
+from verl_profiling.integrations.tiny_grpo import END, NUMBERS
 
 
 def build_model(config: DictConfig, seed: int) -> Qwen2ForCausalLM:

@@ -12,8 +12,8 @@ import torch
 from omegaconf import DictConfig
 
 from recipes.grpo_tiny.model import build_model
-from recipes.grpo_tiny.task import END, RESPONSE_LENGTH
 from verl_profiling import stage
+from verl_profiling.integrations.tiny_grpo import END, RESPONSE_LENGTH, Rows, until_end
 from verl_profiling.workers import RequestLog, RolloutCaptureMixin
 
 Weights = dict[str, torch.Tensor]
@@ -30,7 +30,7 @@ class Engine(Protocol):
     handle: Any
     requests: RequestLog | None = None
 
-    async def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+    async def generate(self, prompts: Rows) -> Rows:
         """Return one sampled response per prompt, ``END`` included."""
 
     async def complete(self, prompt: list[int], request_id: str) -> list[int]:
@@ -50,7 +50,7 @@ class TransformersEngine(Engine):
         self._turn = asyncio.Lock()
         torch.manual_seed(seed)
 
-    async def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+    async def generate(self, prompts: Rows) -> Rows:
         """Sample a batch."""
         with self.requests.open() as batch:
             responses = self._sample(prompts)
@@ -68,7 +68,7 @@ class TransformersEngine(Engine):
             request.response_tokens = len(response)
         return response
 
-    def _sample(self, prompts: list[list[int]]) -> list[list[int]]:
+    def _sample(self, prompts: Rows) -> Rows:
         """Sample on this thread, the one that a capture records."""
         tokens = torch.tensor(prompts, device=self.device)
         sampled = self.handle.generate(
@@ -78,8 +78,7 @@ class TransformersEngine(Engine):
             do_sample=True,
             top_k=0,
         )
-        responses = sampled[:, tokens.shape[1] :].tolist()
-        return [row[: row.index(END) + 1] if END in row else row for row in responses]
+        return list(map(until_end, sampled[:, tokens.shape[1] :].tolist()))
 
     async def load_weights(self, weights: Weights) -> None:
         """Copy them in."""
@@ -112,7 +111,7 @@ class VLLMEngine(Engine):
         self._sampling = SamplingParams(max_tokens=RESPONSE_LENGTH, detokenize=False)
         self._request_ids = map(str, itertools.count())
 
-    async def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+    async def generate(self, prompts: Rows) -> Rows:
         """Send every prompt at once; the engine batches them."""
         return await asyncio.gather(*map(self.complete, prompts, self._request_ids))
 
@@ -160,7 +159,7 @@ class SGLangEngine(Engine):
         )
         self._sampling = {"max_new_tokens": RESPONSE_LENGTH, "stop_token_ids": [END]}
 
-    async def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+    async def generate(self, prompts: Rows) -> Rows:
         """Send every prompt at once; the engine batches them."""
         responses = await self.handle.async_generate(
             input_ids=prompts, sampling_params=self._sampling
@@ -215,7 +214,7 @@ class RolloutServer(RolloutCaptureMixin):
         )
 
     @stage("rollout")
-    async def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+    async def generate(self, prompts: Rows) -> Rows:
         """Return one sampled response per prompt."""
         fault = self.config.fault
         self.batches += 1

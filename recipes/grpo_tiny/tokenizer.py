@@ -3,7 +3,7 @@
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from recipes.grpo_tiny.task import END, NUMBERS
+from verl_profiling.integrations.tiny_grpo import END, NUMBERS
 
 END_TEXT = "<end>"
 

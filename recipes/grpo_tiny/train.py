@@ -1,24 +1,22 @@
-"""GRPO on Ray, small enough to read in one sitting: ``python -m recipes.grpo_tiny.train``."""
+"""GRPO on Ray: ``python -m recipes.grpo_tiny.train``.
+
+The loop itself is that of ``verl-profiling demo``, in ``verl_profiling/integrations/tiny_grpo.py``.
+"""
 
 import json
 import random
 import tempfile
-import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import hydra
 import ray
-import torch
 from omegaconf import DictConfig, OmegaConf
-from torch.nn.utils.rnn import pad_sequence
 
-from recipes.grpo_tiny import task
 from recipes.grpo_tiny.rollout import RolloutServer
 from recipes.grpo_tiny.workers import ActorWorker
-from verl_profiling import ProfilingCallback
+from verl_profiling.integrations.tiny_grpo import Batch, GRPOLoop, Rows
 
-Batch = dict[str, torch.Tensor]
 Handles = list[Any]
 
 
@@ -37,116 +35,63 @@ def start_servers(config: DictConfig) -> Handles:
     return servers
 
 
+def call(actors: Handles, method: str, shares: list[Any]) -> list[Any]:
+    """Call a method of each actor with its share; return the results."""
+    calls = zip(actors, shares, strict=True)
+    return ray.get([getattr(actor, method).remote(share) for actor, share in calls])
+
+
 def spread(actors: Handles, method: str, items: list[Any]) -> list[Any]:
     """Share items out to actors, one call each; return the results in the items' order."""
     count = len(actors)
-    shares = ray.get(
-        [getattr(actor, method).remote(items[i::count]) for i, actor in enumerate(actors)]
-    )
     results = [None] * len(items)
+    shares = call(actors, method, [items[i::count] for i in range(count)])
     for i, share in enumerate(shares):
         results[i::count] = share
     return results
 
 
-def collate(prompts: list[list[int]], responses: list[list[int]]) -> Batch:
-    """Return padded tokens, and the mask of the response tokens."""
-    padded = pad_sequence(
-        [torch.tensor(row) for row in responses], batch_first=True, padding_value=task.END
-    )
-    lengths = torch.tensor([len(row) for row in responses])
-    mask = torch.arange(padded.shape[1]) < lengths[:, None]
-    return {"tokens": torch.cat([torch.tensor(prompts), padded], dim=1), "mask": mask.float()}
+class RayLoop(GRPOLoop):
+    """The loop with Ray actors; with a ``log``, it gets a line of metrics per step."""
 
+    log: TextIO | None = None
 
-def group_advantage(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
-    """Return each response's reward, normalised within the responses to the same prompt."""
-    groups = rewards.view(-1, group_size)
-    return (
-        (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
-    ).flatten()
+    def __init__(self, config: DictConfig, actors: Handles, servers: Handles) -> None:
+        super().__init__(config.profiling, actors, servers)
+        self.config = config
+        self.prompts = config.batch.prompts
+        self.group_size = config.batch.group_size
+        self.rng = random.Random(config.seed)
 
+    def train(self, steps: int) -> None:
+        """Train, and log into the output folder."""
+        with Path(self.config.output_dir, "metrics.jsonl").open("w") as self.log:
+            super().train(steps)
 
-def on_all(actors: Handles, method: str, batch: Batch) -> list[Any]:
-    """Call a method on every rank, each with its share of the batch."""
-    shares = zip(*(tensor.chunk(len(actors)) for tensor in batch.values()), strict=True)
-    calls = [
-        getattr(actor, method).remote(dict(zip(batch, share, strict=True)))
-        for actor, share in zip(actors, shares, strict=True)
-    ]
-    return ray.get(calls)
+    def step(self, step: int) -> dict[str, float]:
+        """Train on one batch; log and return the step's metrics."""
+        return self.logged(step, super().step(step))
 
+    def logged(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Write the metrics of a step into the log."""
+        if self.log is not None:
+            self.log.write(json.dumps({"step": step, **metrics}) + "\n")
+        return metrics
 
-def grpo_step(
-    config: DictConfig,
-    actors: Handles,
-    servers: Handles,
-    profiling: ProfilingCallback,
-    rng: random.Random,
-) -> dict[str, float]:
-    """Roll out, score, and train on one batch; return the step's metrics."""
-    prompts = [
-        prompt
-        for prompt in task.sample_prompts(config.batch.prompts, rng)
-        for _ in range(config.batch.group_size)
-    ]
-    profiling.on_rollout_begin()
-    responses = spread(servers, "generate", prompts)
-    profiling.on_rollout_end()
+    def generate(self, prompts: Rows) -> Rows:
+        """Share the prompts out to the replicas."""
+        return spread(self.servers, "generate", prompts)
 
-    with profiling.stage("reward"):
-        rewards = torch.tensor(list(map(task.reward, prompts, responses)))
-    batch = collate(prompts, responses)
-    loss = update(config, actors, servers, profiling, batch, rewards)
-    return {
-        "reward": rewards.mean().item(),
-        "solved": (rewards == 1).float().mean().item(),
-        "response_length": batch["mask"].sum(1).mean().item(),
-        "loss": loss,
-    }
+    def on_all_ranks(self, method: str, batch: Batch) -> list[Any]:
+        """Share the batch out to the ranks."""
+        chunks = [tensor.chunk(len(self.actors)) for tensor in batch.values()]
+        shares = [dict(zip(batch, share, strict=True)) for share in zip(*chunks, strict=True)]
+        return call(self.actors, method, shares)
 
-
-def update(
-    config: DictConfig,
-    actors: Handles,
-    servers: Handles,
-    profiling: ProfilingCallback,
-    batch: Batch,
-    rewards: torch.Tensor,
-) -> float:
-    """Train on a batch, and give the engines the new weights; return the mean loss."""
-    with profiling.stage("old_log_prob"):
-        batch["old_log_prob"] = torch.cat(on_all(actors, "old_log_prob", batch))
-    with profiling.stage("advantage"):
-        batch["advantage"] = group_advantage(rewards, config.batch.group_size)
-    with profiling.stage("update_actor"):
-        losses = on_all(actors, "update_actor", batch)
-    with profiling.stage("update_weights"):
-        weights = [actor.gather_weights.remote() for actor in actors]
-        ray.get([server.load_weights.remote(weights[0]) for server in servers])
-    return sum(losses) / len(losses)
-
-
-def train(config: DictConfig) -> None:
-    """Start the workers and run the loop; one line of metrics per step goes
-    to ``metrics.jsonl``.
-    """
-    actors, servers = start_actors(config), start_servers(config)
-
-    profiling = ProfilingCallback(config.profiling)
-    profiling.add_workers("actor", actors)
-    profiling.add_rollout(servers)
-
-    rng = random.Random(config.seed)
-    with profiling, Path(config.output_dir, "metrics.jsonl").open("w") as log:
-        for step in range(1, config.steps + 1):
-            begin = time.perf_counter()
-            profiling.on_step_begin(step)
-            metrics = grpo_step(config, actors, servers, profiling, rng)
-            profiling.on_step_end(metrics)
-            metrics["seconds"] = time.perf_counter() - begin
-            log.write(json.dumps({"step": step, **metrics}) + "\n")
-            print(f"step {step:3d}", *(f"{name} {value:.3f}" for name, value in metrics.items()))
+    def update_weights(self) -> None:
+        """Send the weights from rank to replica; the controller does not see them."""
+        weights = [actor.gather_weights.remote() for actor in self.actors]
+        ray.get([server.load_weights.remote(weights[0]) for server in self.servers])
 
 
 @hydra.main(version_base=None, config_path=".", config_name="config")
@@ -154,7 +99,7 @@ def main(config: DictConfig) -> None:
     """Entry point: Hydra composes ``config.yaml`` with the command line."""
     ray.init(**OmegaConf.to_container(config.ray))
     try:
-        train(config)
+        RayLoop(config, start_actors(config), start_servers(config)).train(config.steps)
     finally:
         ray.shutdown()
 

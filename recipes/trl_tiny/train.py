@@ -10,8 +10,8 @@ from omegaconf import DictConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from recipes.grpo_tiny.model import build_model
-from recipes.grpo_tiny.task import NUMBERS, reward
 from recipes.grpo_tiny.tokenizer import make_tokenizer
+from verl_profiling.integrations.tiny_grpo import NUMBERS, reward
 from verl_profiling.integrations.trl import TRLProfilingCallback
 
 

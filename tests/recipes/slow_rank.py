@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from recipes.grpo_tiny import train
 from recipes.grpo_tiny.workers import ActorWorker
-from verl_profiling import stage
 
 SLOW_STEP = int(sys.argv.pop(1))
 SLEEP_S = 1.0
@@ -21,10 +20,9 @@ class SlowActor(ActorWorker):
 
     steps = 0
 
-    @stage("update_actor")
-    def update_actor(self, batch: dict[str, torch.Tensor]) -> float:
+    def update_actor(self, batch: dict[str, torch.Tensor]) -> None:
         self.steps += 1
-        return ActorWorker.update_actor.__wrapped__(self, batch)
+        super().update_actor(batch)
 
     def _policy_loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if self.steps == SLOW_STEP and dist.get_rank() == 1:

@@ -15,9 +15,9 @@ pytest.importorskip(
 from reader import TRAIN, Reader
 from step_folders import read_events, spans_by_lane
 
-from recipes.grpo_tiny import task
 from verl_profiling.cli import main
 from verl_profiling.files.run_files import read_manifest
+from verl_profiling.integrations.tiny_grpo import RESPONSE_LENGTH
 
 ACTORS = ("actor_rank0", "actor_rank1")
 REPLICAS = ("rollout0_rank0", "rollout1_rank0")
@@ -147,7 +147,7 @@ def test_rollout_requests_are_counted(run: Run) -> None:
             request for worker in read_manifest(folder).workers for request in worker.requests
         ]
         assert len(requests) == 256
-        assert all(0 <= request.response_tokens <= task.RESPONSE_LENGTH for request in requests)
+        assert all(0 <= request.response_tokens <= RESPONSE_LENGTH for request in requests)
 
 
 def test_without_profiling_nothing_is_written(reader: Reader) -> None:

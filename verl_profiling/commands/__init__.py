@@ -23,6 +23,7 @@ from verl_profiling.files.remote import is_url
 from verl_profiling.units import visible
 
 COMMANDS = {
+    "demo": "train a tiny policy here, capture a step, and show its report",
     "merge": "write one timeline of a step, to open in Perfetto",
     "report": "show the use of a step's time: stages, workers, idle time by cause",
     "view": "open a step's timeline and report in the browser",
