@@ -35,11 +35,11 @@ OTHERS = {
     "clock Path('/proc/sys/kernel/random/boot_id').read_text": "of the kernel",
     "identity Path(f'/proc/{pid}/stat').read_text": "of the kernel",
     "watch.hangs path.read_text": "of the kernel",
-    "files.memory os.open": "of the kernel",
-    "files.memory groups.read_text": "of the kernel",
-    "files.memory path.read_text": "of the kernel",
-    "files.memory (folder / limit).read_text": "of the kernel",
-    "files.memory (folder / usage).read_text": "of the kernel",
+    "files.machine os.open": "of the kernel",
+    "files.machine groups.read_text": "of the kernel",
+    "files.machine path.read_text": "of the kernel",
+    "files.machine (folder / limit).read_text": "of the kernel",
+    "files.machine (folder / usage).read_text": "of the kernel",
     "report.html (resources.files('verl_profiling.report') / 'page' / "
     "name).read_text": "of the package",
     "steps.databases sqlite3.connect": "SQLite opens by name; it is opened and checked "
