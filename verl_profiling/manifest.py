@@ -35,6 +35,7 @@ __all__ = [
     "StageSpan",
     "StepSpan",
     "ToolSpan",
+    "Work",
     "expected_artifact",
     "finite_numbers",
     "worst_status",
@@ -83,7 +84,10 @@ each has work and memory for all around it.
 """
 
 Ns = Annotated[int, msgspec.Meta(ge=-MAX_NS, le=MAX_NS)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+MOST_WORK = 1 << 53
+"""Largest count: every integer up to it is a float, too."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_WORK)]
 Depth = Annotated[int, msgspec.Meta(ge=0, le=1000)]
 ArtifactStatus = Literal["ok", "pending", "missing", "empty", "truncated", "failed", "skipped"]
 CaptureStatus = Literal["ok", "failed", "empty", "truncated", "skipped"]
@@ -91,6 +95,31 @@ ManifestState = Literal["begun", "written"]
 RequestPart = Literal[
     "to the engine", "queued", "prefill", "first token", "decode", "generate", "from the engine"
 ]
+
+
+class Work(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The work that was given to a run of a stage; ``None`` for an unknown fact.
+
+    Attributes:
+        samples: Number of sequences.
+        tokens: Sum of their lengths.
+        tokens_squared: Sum of their squared lengths; the time of attention is proportional to it.
+        micro_batches: Number of micro-batches.
+    """
+
+    samples: Count | None = None
+    tokens: Count | None = None
+    tokens_squared: Count | None = None
+    micro_batches: Count | None = None
+
+    def __add__(self, other: Work) -> Work:
+        """Return the sum; a fact that one of both lacks is unknown."""
+        sums: dict[str, int] = {}
+        for name in self.__struct_fields__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine is not None and theirs is not None:
+                sums[name] = mine + theirs
+        return Work(**sums)
 
 
 class StageSpan(msgspec.Struct, frozen=True):
@@ -104,6 +133,7 @@ class StageSpan(msgspec.Struct, frozen=True):
         depth: 0 for an outermost stage, 1 for a stage inside one, ...
         failed: Whether user code raised inside the stage, or the stage was open at the end of the
             capture.
+        work: The work given to the run, if the code around it passed any.
     """
 
     name: str
@@ -112,6 +142,7 @@ class StageSpan(msgspec.Struct, frozen=True):
     thread: int = 0
     depth: Depth = 0
     failed: bool = False
+    work: Work | None = None
 
 
 class StepSpan(msgspec.Struct, frozen=True, kw_only=True):

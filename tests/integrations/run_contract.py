@@ -132,6 +132,19 @@ class RunContract:
         assert inside(spans, "micro_batch", "mini_batch") >= batches // micro
         assert inside(spans, "micro_batch", "old_log_prob") == batches // micro
 
+    def test_the_stages_of_the_worker_have_the_work_of_their_batches(self, run: Run) -> None:
+        """Samples, tokens within verl's lengths, and micro-batches; mini-batches add up."""
+        spans = [span for span in run.worker(3, "actor").stages if span.work is not None]
+        works = {span.name: span.work for span in spans if span.depth == 0}
+        batches, micro = PROMPTS * SAMPLES, 4
+        assert works.keys() == WORKER_STAGES - {"update_weights"}
+        for work in works.values():
+            assert (work.samples, work.micro_batches) == (batches, batches // micro)
+            assert work.samples < work.tokens <= 96 * work.samples
+            assert work.tokens**2 <= work.samples * work.tokens_squared
+        mini = [span.work for span in spans if span.name == "mini_batch"]
+        assert sum(work.tokens for work in mini) == works["update_actor"].tokens
+
     def test_the_rollout_is_divided_by_what_the_trainer_does(self, run: Run) -> None:
         """Between the prompts and the last response it waits for the next look,
         and all but 1 % is named.

@@ -141,7 +141,7 @@ class Capture:
                 self._guarded(running, running.recording.step)
         self._end_what_is_too_large()
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str) -> OpenStage:
         """Begin a stage; in discrete mode, start the tools for it."""
         if self._stop_asked:
             self._stop_for_good()
@@ -149,8 +149,7 @@ class Capture:
         selected = self.role.stages is None or name in self.role.stages
         is_exported = recorded is not None and recorded.end_ns  # the tools' export holds the lock
         if self.whole or not selected or is_exported:
-            self.log.begin(name)
-            return
+            return self.log.begin(name)
         with self._lock:
             starts = self._recorded is None and not self._stopped.is_set()
             if starts:
@@ -162,6 +161,7 @@ class Capture:
             span = self.log.begin(name)
             if starts:
                 self._recorded = span
+            return span
 
     def end(self, name: str, failed: bool) -> None:
         """End a stage; in discrete mode, stop the tools that the stage started."""

@@ -12,7 +12,7 @@ import inspect
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,8 +21,11 @@ from threading import get_ident, get_native_id
 from types import TracebackType
 from typing import Any, Protocol, TypeVar, cast
 
+import msgspec
+
 from verl_profiling import clock
-from verl_profiling.manifest import GC, WEIGHT_SYNC, StageSpan
+from verl_profiling.capture.work import work_from
+from verl_profiling.manifest import GC, WEIGHT_SYNC, StageSpan, Work
 from verl_profiling.watch.sums import Begun, SpanSums, StageSums
 
 logger = logging.getLogger(__name__)
@@ -128,8 +131,61 @@ class Stage:
 
         return cast("F", sync_stage)
 
+    def given(
+        self,
+        *,
+        lengths: Iterable[int] | None = None,
+        samples: int | None = None,
+        tokens: int | None = None,
+        tokens_squared: int | None = None,
+        micro_batches: int | None = None,
+    ) -> Stage:
+        """Return the stage with the work of one run: ``with stage("update_actor").given(...):``.
+
+        Facts that cannot be right are left out, and logged once. Nothing is computed unless the
+        stage is recorded.
+
+        Args:
+            lengths: Lengths of the sequences, from which samples, tokens and squares follow.
+            samples: Number of sequences.
+            tokens: Sum of their lengths.
+            tokens_squared: Sum of their squared lengths.
+            micro_batches: Number of micro-batches.
+        """
+        facts = {
+            "samples": samples,
+            "tokens": tokens,
+            "tokens_squared": tokens_squared,
+            "micro_batches": micro_batches,
+        }
+        return _StageWithWork(self._source, self.name, facts, lengths)
+
     def __repr__(self) -> str:
         return f"stage({self.name!r})"
+
+
+class _StageWithWork(Stage):
+    """A stage with the work of one run."""
+
+    __slots__ = ("_facts", "_lengths")
+
+    def __init__(
+        self,
+        source: StageSource,
+        name: str,
+        facts: Mapping[str, object],
+        lengths: Iterable[object] | None,
+    ) -> None:
+        super().__init__(source, name)
+        self._facts = facts
+        self._lengths = lengths
+
+    def __enter__(self) -> None:
+        sink = self._source.sink
+        if sink is not None:
+            begun = sink.begin(self.name)
+            if isinstance(begun, OpenStage):
+                begun.work = work_from(self.name, self._facts, self._lengths)
 
 
 def replace_in_graphs(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
@@ -160,10 +216,18 @@ def _log_dropped(name: str) -> None:
 _log_dropped._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called while Dynamo traces
 
 
+class _StageInGraph(nullcontext[None]):
+    """Stands for a new stage in a compiled function."""
+
+    def given(self, **facts: object) -> _StageInGraph:
+        """Leave the work out."""
+        return self
+
+
 def stage_in_graph(name: str) -> AbstractContextManager[None]:
     """Return what stands for a new stage in a compiled function."""
     _log_dropped(name)
-    return nullcontext()
+    return _StageInGraph()
 
 
 def _begin_in_graph(stage: Stage) -> None:
@@ -221,6 +285,7 @@ class OpenStage(Begun, eq=False, gc=False):
     mark: object = None
     end_ns: int = 0
     failed: bool = False
+    work: Work | None = None
 
     def depth(self) -> int:
         """Return the number of enclosing stages in the same log."""
@@ -265,6 +330,17 @@ _innermost: ContextVar[OpenStage | None] = ContextVar(
 """The stage that began last in this thread or task; after its end,
 the open stage is one of its parents.
 """
+
+
+def add_micro_batches(number: int) -> None:
+    """Add micro-batches to the open stages of this thread or task whose work is known."""
+    stage = _innermost.get()
+    while stage is not None:
+        work = stage.work
+        if work is not None and not stage.end_ns:
+            total = (work.micro_batches or 0) + number
+            stage.work = msgspec.structs.replace(work, micro_batches=total)
+        stage = stage.parent
 
 
 @dataclass(eq=False, slots=True)
@@ -437,7 +513,10 @@ class SpanLog:
             begin_ns = max(stage.begin_ns, min(self.since_ns, end_ns))
             failed = stage.failed or (open_fails and not stage.end_ns)
             thread_id = native_ids.get(stage.thread) or stage.thread
-            spans.append(StageSpan(stage.name, begin_ns, end_ns, thread_id, stage.depth(), failed))
+            span = StageSpan(
+                stage.name, begin_ns, end_ns, thread_id, stage.depth(), failed, stage.work
+            )
+            spans.append(span)
         return sorted(spans, key=attrgetter("begin_ns", "depth"))
 
     def close(self) -> list[StageSpan]:

@@ -288,6 +288,34 @@ class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
     behind_us: float = 0.0
 
 
+class WorkRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The work given to a worker in a stage, over the runs of the stage.
+
+    Attributes:
+        worker: Name of the worker.
+        stage: The stage; ``rollout`` for the requests of an engine.
+        runs: Number of runs with known work; of an engine, its requests.
+        duration_us: Time in these runs; of an engine, from its first request to its last response.
+        samples: Number of sequences.
+        tokens: Sum of their lengths.
+        tokens_squared: Sum of their squared lengths.
+        micro_batches: Number of micro-batches; ``None`` if unknown, as for the other facts.
+    """
+
+    columns: ClassVar[str] = (
+        "worker, stage, +runs, samples, tokens, +tokens_squared, micro_batches, time=duration_us"
+    )
+
+    worker: str
+    stage: str
+    runs: int
+    duration_us: float
+    samples: int | None = None
+    tokens: int | None = None
+    tokens_squared: int | None = None
+    micro_batches: int | None = None
+
+
 class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
     """Waits of the ranks of a process group for each other in a collective.
 

@@ -55,6 +55,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         engines: One row per lane of a rollout engine.
         tail: Tail of the rollout.
         stragglers: One row per stage and role with several workers.
+        work: The work given to workers by stage, and to engines by requests, as far as it is known.
         collectives: The collectives with the longest waits.
         kernels: All kernels (operators, in a CPU trace), those with most self time first.
         lost: Lane-seconds that are idle or wait for other ranks, by cause, largest first,
@@ -105,6 +106,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     engines: list[columns.EngineRow]
     tail: Tail | None
     stragglers: list[columns.StragglerRow]
+    work: list[columns.WorkRow] = []
     collectives: list[columns.CollectiveRow]
     kernels: list[columns.KernelRow]
     lost: list[columns.LostRow]

@@ -417,6 +417,7 @@ _TABLES = (
     Table("engines"),
     Table("replicas"),
     Table("stragglers"),
+    Table("work", "Lengths are of prompt and response, without padding."),
     Table("collectives"),
     Table("kernels", _on_cpus("CPU traces: the rows are operators instead of kernels."), most=40),
     Table("measures", "If a stage ran several times, the largest value is shown."),

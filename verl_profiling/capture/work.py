@@ -1,0 +1,71 @@
+"""The work given to a stage, as user code passes it: wrong facts are left out, and logged once."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+
+from verl_profiling.manifest import MOST_WORK, Work
+
+logger = logging.getLogger(__name__)
+
+_logged: set[tuple[str, str]] = set()
+"""Stage and fact of each problem that was logged."""
+
+
+def work_from(
+    stage: str, facts: Mapping[str, object], lengths: Iterable[object] | None
+) -> Work | None:
+    """Return the work of a stage; ``None`` without any usable fact. Nothing raises.
+
+    Args:
+        stage: Name of the stage, for messages.
+        facts: The facts by name; ``None`` for an unknown one.
+        lengths: Lengths of the sequences, if they are known.
+    """
+    known: dict[str, int] = {}
+    for name, value in facts.items():
+        if value is not None:
+            try:
+                known[name] = _count(value)
+            except Exception as error:
+                _leave_out(stage, name, error)
+    if lengths is not None:
+        try:
+            of_lengths = _sums(lengths)
+            _check(of_lengths, known)
+            known |= of_lengths
+        except Exception as error:
+            _leave_out(stage, "lengths", error)
+    return Work(**known) if known else None
+
+
+def _sums(lengths: Iterable[object]) -> dict[str, int]:
+    """Return the facts that follow from the lengths of sequences."""
+    as_list = getattr(lengths, "tolist", None)  # of arrays and tensors: one copy from a device
+    counts = [_count(length) for length in (lengths if as_list is None else as_list())]
+    squares = sum(length * length for length in counts)
+    return {"samples": len(counts), "tokens": sum(counts), "tokens_squared": _count(squares)}
+
+
+def _check(of_lengths: Mapping[str, int], known: Mapping[str, int]) -> None:
+    """Refuse lengths that contradict another fact."""
+    for name, value in of_lengths.items():
+        if known.get(name, value) != value:
+            raise ValueError(f"they give {value} {name}, and {name}={known[name]} was passed too")
+
+
+def _count(value: object) -> int:
+    """Return a fact as a number; raise if it is none."""
+    number = float(value)  # type: ignore[arg-type]
+    if not math.isfinite(number) or not 0 <= number <= MOST_WORK:
+        raise ValueError(f"{number} is no number of anything")
+    return int(number)
+
+
+def _leave_out(stage: str, name: str, error: Exception) -> None:
+    """Log once that a fact is not recorded."""
+    if (stage, name) not in _logged:
+        _logged.add((stage, name))
+        logger.warning("stage %r: %s is left out of its work: %s", stage, name, error)
