@@ -1,8 +1,8 @@
 """The step summaries that the ranks of a loop send to rank 0 through the store of
 ``torch.distributed``.
 
-Each rank measures with its own clock; a joined summary shifts the times so that all ranks begin
-together. Only threads of the watch use the store, so no training loop waits.
+Times of ranks with another clock are shifted as if they began the step together with rank 0. Only
+threads of the watch use the store, so no training loop waits.
 """
 
 from __future__ import annotations
@@ -129,24 +129,16 @@ class RankSummaries:
         """Return rank 0's summary of a step with the processes of the other ranks added."""
         loop = [*summary.loop]
         workers = [*summary.workers]
-        later_ns = dict.fromkeys((use.lane for use in (*loop, *workers)), 0)
         for rank, sent in self._sent.items():
             part = _part_of(summary.step, sent)
             if part is None:
                 continue
             process = self._ranks.processes.get(rank)
             if process is None or process.clock_domain != clock.domain():
-                part = replace(part, loop=[replace(use, collectives=None) for use in part.loop])
-            for use in (*part.loop, *part.workers):
-                later_ns[use.lane] = summary.begin_ns - part.begin_ns
+                part = _begun_at(part, summary.begin_ns)
             loop += part.loop
             workers += part.workers
-        # All ranks leave a collective at one time, so these are compared by the clock, before the
-        # shift.
-        joined = with_lateness(replace(summary, loop=loop, workers=workers))
-        return replace(
-            joined, loop=_later(joined.loop, later_ns), workers=_later(joined.workers, later_ns)
-        )
+        return with_lateness(replace(summary, loop=loop, workers=workers))
 
     def _lacking(self, steps: Sequence[StepSummary]) -> list[int]:
         """Return the running ranks that have sent neither all of these steps nor a later step."""
@@ -187,11 +179,19 @@ def _key(rank: int, number: int) -> str:
     return f"watch/{rank}/{number}"
 
 
-def _later(uses: list[RankUse], by_ns: dict[str, int]) -> list[RankUse]:
-    """Return copies of the processes, with the runs of their stages shifted by a time per lane."""
-    shifted = []
-    for use in uses:
-        runs = np.frombuffer(use.runs, np.int64).reshape(-1, 4)
-        ns = by_ns[use.lane]
-        shifted.append(replace(use, runs=(runs + np.array([0, ns, ns, 0])).tobytes()))
-    return shifted
+def _begun_at(summary: StepSummary, begin_ns: int) -> StepSummary:
+    """Return the summary of another clock's rank as if its step had begun at a time of this one."""
+    later_ns = begin_ns - summary.begin_ns
+    # All ranks leave a collective at one time, so only times of one clock show who was late.
+    loop = [replace(use, collectives=None) for use in summary.loop]
+    return replace(
+        summary,
+        loop=[_later(use, later_ns) for use in loop],
+        workers=[_later(use, later_ns) for use in summary.workers],
+    )
+
+
+def _later(use: RankUse, ns: int) -> RankUse:
+    """Return a copy of a process, with the runs of its stages shifted by a time."""
+    runs = np.frombuffer(use.runs, np.int64).reshape(-1, 4)
+    return replace(use, runs=(runs + np.array([0, ns, ns, 0])).tobytes())
