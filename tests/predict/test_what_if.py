@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drawn_logs import DrawnLog
-from drawn_steps import STAGES, Drawn, Worker, drawn_inputs, engine, in_group
+from drawn_steps import STAGES, Drawn, Worker, drawn_inputs, engine, in_group, ns
+from quiet_steps import with_stages
 from step_folders import read_events, rewrite, rewrite_worker
 from step_outcome import printed
 
@@ -25,11 +26,13 @@ from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.run_files import read_manifest
+from verl_profiling.files.step_summary import RankUse, StepSummary
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import POLLING
 from verl_profiling.numbers.anatomy import CAPTURE_CALLS
 from verl_profiling.predict.prediction import Prediction
 from verl_profiling.report.tables import TABLES
+from verl_profiling.watch.exposed import exposed
 
 WORKS = [("gemm", 5.2, 5.4)]
 
@@ -580,6 +583,47 @@ def test_ranks_of_an_spmd_program_are_called_by_nobody(tmp_path: Path) -> None:
     assert {row.who for row in found.path} == {"actor_rank0"}
     assert slack_of(found)["update_actor", "actor_rank1"] == 2.1
     assert found.assumed == []
+
+
+def test_ranks_whose_collectives_are_not_recorded_wait_in_a_stage_as_in_the_watch(
+    tmp_path: Path,
+) -> None:
+    """They wait for the last one to enter it, also in a stage inside. So the path by stage is the
+    exposed time of the same stages.
+    """
+    late = [("rollout", 0, 6), ("update_actor", 6, 9)]
+    stages = [("rollout", 0, 4), ("update_actor", 4, 9), ("mini", 4.5, 9, 1)]
+    workers = [Worker("actor", 0, stages=stages), Worker("actor", 1, stages=late)]
+    drawn_inputs(tmp_path, stages, workers)
+    processes = [ProcessId(host="here", clock_domain="here", pid=pid) for pid in (7, 8)]
+    rewrite(tmp_path, process=processes[0])
+    for rank, process in enumerate(processes):
+        rewrite_worker(tmp_path, f"actor_rank{rank}", process=process, artifacts=[])
+    found = open_step(tmp_path).what_if()
+    assert path_of(found) == [
+        ("rollout", "actor_rank1", "work", 6.0),
+        ("update_actor / mini", "actor_rank0", "work", 3.0),
+        ("(outside stages)", "actor_rank0", "work", 1.0),
+    ]
+    assert found.assumed == [
+        "ranks without recorded collectives wait in a stage for the last one to enter it (1)"
+    ]
+    ranks = {"actor_rank0": stages[:2], "actor_rank1": late}
+    loop = [
+        with_stages(
+            RankUse(lane=lane, role="actor"),
+            {name: [(ns(begin), ns(end))] for name, begin, end in outermost},
+        )
+        for lane, outermost in ranks.items()
+    ]
+    watched = StepSummary(step=1, begin_ns=ns(0), end_ns=ns(10), loop=loop)
+    assert [(row.name, row.exposed_ns / 1e9) for row in exposed(watched)] == [
+        ("rollout", 6.0),
+        ("update_actor", 3.0),
+        ("", 1.0),
+    ]
+    halved = open_step(tmp_path).what_if(scale={"rollout": 0.5})
+    assert halved.predicted_us == pytest.approx(7e6)
 
 
 def test_the_time_of_the_capture_is_known_in_an_spmd_program(tmp_path: Path) -> None:

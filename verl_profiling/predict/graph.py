@@ -10,6 +10,7 @@ edge                                 evidence                                   
 next segment of the same thread      order of time                                    yes
 span of a trajectory to its request  request id                                       yes
 collective, after its last rank      calls matched by group and order                 yes
+stage of a rank of the program       begin of the last rank's, without collectives    assumed
 request, after another one           the engine served one at a time                  yes
 end of a wait, and release of a slot acquires followed releases of a limit of slots   assumed
 stage of the loop, and of a worker   same name; else the time inside a stage that has assumed
@@ -62,7 +63,7 @@ def graph_of(content: Content) -> Graph:
     later = list(_later(content, runs))
     carried = loop.carried(later)
     polls = list(polled(loop.stages))
-    builder = GraphBuilder(graph, content.calls, _process_of(step))
+    builder = GraphBuilder(graph, content.calls, _process_of(step), loop.ranks)
     builder.build(loop.root, loop.loose)
     _add_polls(graph, polls)
     _add_carried(builder, loop.root, carried)

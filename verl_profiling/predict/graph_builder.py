@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 from verl_profiling.predict.loop_runs import Run
 from verl_profiling.predict.segments import OWN, WORK, Graph, Segment
 from verl_profiling.slices.intervals import EMPTY, overlaps
+from verl_profiling.slices.slices import Slices, peers
 from verl_profiling.steps.calls import Calls
 from verl_profiling.steps.lanes import Lane
 from verl_profiling.steps.requests import VALIDATE
@@ -20,6 +23,10 @@ _MOST_COLLECTIVES = 5_000  # calls with the longest waits
 _LAUNCHES = "c10d::"  # names of host calls that launch a collective
 # a collective of which more than this share is beside computation keeps nobody waiting
 _HIDDEN = 0.5
+_ENTRIES = "ranks without recorded collectives wait in a stage for the last one to enter it"
+
+_Waits = tuple[list[str], str, NDArray[np.int64]]
+"""Processes that wait for the last of them, a kind, and begin and end (ns) in each of them."""
 
 
 class GraphBuilder:
@@ -29,10 +36,15 @@ class GraphBuilder:
         graph: The graph.
         calls: The matched collectives.
         name_of: Function that returns the process of a lane.
+        ranks: The ranks of the loop's program.
     """
 
     def __init__(
-        self, graph: Graph, calls: Iterable[Calls], name_of: Callable[[Lane], str]
+        self,
+        graph: Graph,
+        calls: Iterable[Calls],
+        name_of: Callable[[Lane], str],
+        ranks: Iterable[Run],
     ) -> None:
         self.graph = graph
         self.runs: list[Run] = []
@@ -41,13 +53,34 @@ class GraphBuilder:
         self.times: Counter[tuple[str, str]] = Counter()
         self.calls: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
         self._collectives: list[tuple[str, str, int, int]] = []
-        for whose, name, runs in _waited_for(calls, name_of):
+        for whose, name, runs in chain(_waited_for(calls, name_of), self._entries(ranks)):
             for who, (begin_ns, end_ns) in zip(whose, runs.tolist(), strict=True):
                 self.calls[who].append((begin_ns, end_ns, len(self._collectives)))
             last = whose[int(runs[:, 0].argmax())]
             self._collectives.append((last, name, int(runs[:, 0].max()), int(runs[:, 1].min())))
         for mine in self.calls.values():
             mine.sort()
+
+    def _entries(self, ranks: Iterable[Run]) -> Iterator[_Waits]:
+        """Yield the waits of ranks for the last one to enter a stage, as the watch assumes them,
+        where no waits of theirs are recorded.
+        """
+        runs = [
+            run
+            for rank in ranks
+            if rank.who not in self.graph.synced
+            for run in sorted(rank.inner, key=_begin_of)
+            if run.who == rank.who
+        ]
+        waits = peers(_slices_of(runs, self.graph.begin_ns))
+        for last in np.unique(waits[waits >= 0]).tolist():
+            self.graph.assumed[_ENTRIES] += 1
+            last_ns = runs[last].begin_ns
+            whose, times = [runs[last].who], [(last_ns, last_ns)]
+            for row in np.flatnonzero(waits == last).tolist():
+                whose.append(runs[row].who)
+                times.append((_last_edge(runs[row], last_ns), last_ns))
+            yield whose, OWN, np.array(times)
 
     def build(self, root: Run, loose: Iterable[Run]) -> None:
         """Add all segments and edges.
@@ -146,15 +179,17 @@ class GraphBuilder:
                 break
             if called_ns < begin_ns or left_ns > end_ns:
                 continue
-            segment = Segment(kind, begin_ns, called_ns, run.who, within, around, part=part)
-            numbers.append(self._new(segment, before))
+            if called_ns > begin_ns or before < 0:
+                segment = Segment(kind, begin_ns, called_ns, run.who, within, around, part=part)
+                before = self._new(segment, before)
+                numbers.append(before)
             if number not in self.joined:
                 who, name, arrived_ns, free_ns = self._collectives[number]
                 self.joined[number] = self._new(
                     Segment(name, arrived_ns, free_ns, who, within, within), -1
                 )
+            segments[self.joined[number]].after.append(before)
             before, begin_ns, around = self.joined[number], left_ns, within
-            segments[before].after.append(numbers[-1])
         segment = Segment(kind, begin_ns, end_ns, run.who, within, around, part=part)
         numbers.append(self._new(segment, before))
         return numbers[0], numbers[-1]
@@ -204,9 +239,28 @@ def _blocks(run: Run) -> list[tuple[int, int, list[Run]]]:
     return blocks
 
 
-def _waited_for(
-    calls: Iterable[Calls], name_of: Callable[[Lane], str]
-) -> Iterator[tuple[list[str], str, NDArray[np.int64]]]:
+def _slices_of(runs: Sequence[Run], begin_ns: int) -> Slices:
+    """Return runs as slices, in times since a begin: floats have these to the nanosecond."""
+    who = np.unique([run.who for run in runs], return_inverse=True)[1]
+    name = np.unique([run.name for run in runs], return_inverse=True)[1]
+    begin = np.array([run.begin_ns - begin_ns for run in runs], float)
+    end = np.array([run.end_ns - begin_ns for run in runs], float)
+    none = np.full(who.size, -1)
+    return Slices(who, none, name, begin, end, end - begin, 0.0 * begin, none)
+
+
+def _last_edge(run: Run, until_ns: int) -> int:
+    """Return when the last of a stage and the stages inside it began or ended before a time."""
+    edges_ns = [run.begin_ns]
+    for inner in run.inner:
+        if inner.end_ns <= until_ns:
+            edges_ns.append(inner.end_ns)
+        elif inner.begin_ns <= until_ns:
+            edges_ns.append(_last_edge(inner, until_ns))
+    return max(edges_ns)
+
+
+def _waited_for(calls: Iterable[Calls], name_of: Callable[[Lane], str]) -> Iterator[_Waits]:
     """Yield the calls of collectives in which processes wait for each other.
 
     Left out are calls beside computation on a device, calls that only launch, and calls that a rank
@@ -233,3 +287,6 @@ def _waited_for(
     found.sort(key=lambda call: -call[0])
     for _, one, call in found[:_MOST_COLLECTIVES]:
         yield [name_of(lane) for lane in one.lanes], one.name, one.runs[:, call]
+
+
+_begin_of = attrgetter("begin_ns")

@@ -108,6 +108,7 @@ class LoopRuns:
     Attributes:
         root: The step.
         stages: The stages.
+        ranks: The ranks of an SPMD program, else the loop.
         loose: Runs that no stage calls.
     """
 
@@ -121,6 +122,7 @@ class LoopRuns:
             who, role = self._workers[0].name, self._workers[0].identity.role
         self.root = Run(who, role, "", step.begin_ns, step.end_ns)
         self.stages = list(_stages(step.stages, self.root))
+        self.ranks = [self.root]
         self.loose = list[Run]()
         self._by_name = grouped(self.stages, lambda stage: stage.name)
         self._graph = graph
@@ -162,6 +164,7 @@ class LoopRuns:
             if self._workers and whole.role == self.root.role:
                 whole.end_ns = max((run.end_ns for run in whole.inner), default=step.begin_ns)
                 self.loose.append(whole)
+                self.ranks.append(whole)
             else:
                 of_workers.setdefault(worker.name, []).extend(whole.inner)
         if step.manifest is None:  # plain traces have no stages: each lane is one run

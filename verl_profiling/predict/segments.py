@@ -183,10 +183,13 @@ class Graph:
         """Set order and delays, once all segments are there."""
         segments = self.segments
         in_last_step = chain.from_iterable(one.before for one in self.carried)
-        self.order = sorted(
-            set(range(len(segments))).difference(in_last_step),
-            key=lambda at: (segments[at].begin_ns, segments[at].end_ns, at),
+        placed = set(in_last_step)
+        self.order = []
+        by_time = sorted(
+            range(len(segments)), key=lambda at: (segments[at].begin_ns, segments[at].end_ns)
         )
+        for at in by_time:
+            self._place(at, placed)
         self.delay_ns, self.behind = [0] * len(segments), {}
         queues = defaultdict[str, _Queue](_Queue)
         for segment in sorted(segments, key=lambda segment: segment.end_ns):
@@ -198,6 +201,14 @@ class Graph:
             if segments[at].queue:
                 ready_ns = self._served_ns(at, ready_ns, queues[segments[at].queue])
             self.delay_ns[at] = segments[at].begin_ns - ready_ns
+
+    def _place(self, at: int, placed: set[int]) -> None:
+        """Add a segment to the order, after instants of the same time that it follows."""
+        if at not in placed:
+            placed.add(at)
+            for before in self.segments[at].after:
+                self._place(before, placed)
+            self.order.append(at)
 
     def _served_ns(self, at: int, ready_ns: int, queue: _Queue) -> int:
         """Return when the next segment of a queue had a free slot."""
