@@ -12,9 +12,8 @@ import msgspec
 T = TypeVar("T", bound=msgspec.Struct)
 
 _TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
-_PASSWORD = re.compile(
-    rb"""(://[^\s"'/@:]*:)[^\s"'/@]+(?=@)"""
-)  # no quote: a text of JSON ends there
+# No quote: a text of JSON ends there.
+_PASSWORD = re.compile(rb"""(://[^\s"'/@:]*:)[^\s"'/@]+(?=@)""")
 _SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
 
 

@@ -39,13 +39,7 @@ from verl_profiling.report.run_page import RUN_PAGE, render_run, stage_seconds
 from verl_profiling.report.sentences import counted
 from verl_profiling.report.tables import TABLES
 from verl_profiling.report.terminal import fitting_console, print_report
-from verl_profiling.report.watch_frame import (
-    STEP,
-    RunView,
-    seconds_of,
-    watch_frame,
-    watch_sentence,
-)
+from verl_profiling.report.watch_frame import STEP, RunView, seconds_of, watch_frame, watch_sentence
 from verl_profiling.steps.inputs import how_to_capture, is_uncaptured, the_run
 from verl_profiling.units import visible
 

@@ -26,11 +26,7 @@ from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_log import WATCH_LOG, WatchLogReader, has_watch_log, latest_step
 from verl_profiling.manifest import RunInfo
 from verl_profiling.report.terminal import fitting_console
-from verl_profiling.report.watch_frame import (
-    RunView,
-    logged_steps,
-    watch_frame,
-)
+from verl_profiling.report.watch_frame import RunView, logged_steps, watch_frame
 from verl_profiling.steps.inputs import the_run
 
 _STEPS = 200

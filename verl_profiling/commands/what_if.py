@@ -26,12 +26,7 @@ from verl_profiling.commands import (
     percentage,
     print_json,
 )
-from verl_profiling.commands.common import (
-    StepByStep,
-    add_communication,
-    add_paths,
-    add_ray,
-)
+from verl_profiling.commands.common import StepByStep, add_communication, add_paths, add_ray
 from verl_profiling.errors import ConfigError
 from verl_profiling.numbers.columns import PathRow
 from verl_profiling.predict.changes import Changes, factor_of

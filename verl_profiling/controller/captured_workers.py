@@ -19,11 +19,7 @@ from verl_profiling.controller.spmd import HANDSHAKES, Ranks, measured_clock
 from verl_profiling.controller.targets import Call, Target, Waits, Worker, wait_for
 from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import (
-    CaptureResult,
-    HostClock,
-    Rpc,
-)
+from verl_profiling.manifest import CaptureResult, HostClock, Rpc
 
 logger = logging.getLogger(__name__)
 

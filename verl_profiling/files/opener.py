@@ -31,9 +31,8 @@ SMALL_BYTES = 64 << 20
 
 _PART = ".part"
 _OLD_S = 24 * 3600
-_NO_LINK = (
-    os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-)  # the open of a pipe would wait for a writer
+# Not blocking, as the open of a pipe would wait for a writer.
+_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK
 _PLAIN_WORDS = {errno.ELOOP: "is a link", errno.ENOTDIR: "it or its folder is a link, or no folder"}
 
@@ -53,11 +52,8 @@ def named_file(folder: Path, name: str) -> Path:
     try:
         is_inside = path.resolve().is_relative_to(folder.resolve())
         is_special = path.exists() and not (path.is_file() or path.is_dir())
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # too long, with a NUL, or links in a circle
+    except (OSError, ValueError, RuntimeError) as error:
+        # It is too long, has a NUL, or links in a circle.
         raise TraceFormatError(
             folder, f"lists {name!r:.99}, no path inside of it: {error}"
         ) from error

@@ -15,10 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from verl_profiling.errors import ToolUnavailableError
-from verl_profiling.files.opener import (
-    SMALL_BYTES,
-    remove_file,
-)
+from verl_profiling.files.opener import SMALL_BYTES, remove_file
 from verl_profiling.units import visible
 
 if TYPE_CHECKING:

@@ -265,11 +265,8 @@ def imported(module: str, tool: str, package: str = "'verl-profiling[train]'") -
     """
     try:
         return import_module(module)
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-    ) as error:  # torch_npu without CANN raises the last two
+    except (ImportError, OSError, RuntimeError) as error:
+        # torch_npu without CANN raises the last two.
         cause = str(error).partition("\n")[0]
         raise ToolUnavailableError(
             f"tool {tool!r} needs {module} ({cause}); install it with: pip install {package}"

@@ -23,10 +23,8 @@ from verl_profiling.tools.base import (
     remove_folder,
 )
 
-_NO_DATA = (
-    b'"data": {}\n}',
-    b"{}",
-)  # how dump.json and construct.json end when they have no entries
+# How dump.json and construct.json end when they have no entries.
+_NO_DATA = (b'"data": {}\n}', b"{}")
 
 
 @dataclass(frozen=True, kw_only=True)

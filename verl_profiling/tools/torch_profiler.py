@@ -245,10 +245,9 @@ class _TorchRecording(Recording):
     def step(self) -> None:
         self._mini_batches += 1
         if self._options.mini_batches is not None and not self._is_replaced:
+            # After its `wait` mini-batches, our profiler starts in step().
             self._profiler.step()
-            self._known = self._started[
-                0
-            ]  # after its `wait` mini-batches, our profiler starts in step()
+            self._known = self._started[0]
 
     @property
     def _is_replaced(self) -> bool:
@@ -341,9 +340,8 @@ def output_of_trace(
     if written.suffix == ".gz":
         move_file(written, final)
         return Output(pending, lambda: _read_packed(final, pending, device))
-    unfinished = written.with_name(
-        f"{written.name}.tmp"
-    )  # torch renames the file once it is written
+    # torch renames the file once it is written.
+    unfinished = written.with_name(f"{written.name}.tmp")
     if not written.exists() and unfinished.exists():
         unfinished.replace(written)
     tail = _tail(written)

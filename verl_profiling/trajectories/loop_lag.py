@@ -105,9 +105,8 @@ class LoopLag:
         """Sample all loops every ``LOOK_S`` seconds, until measuring ends."""
         while not self._ended.wait(LOOK_S):
             for state in list(self._states.values()):
-                with suppress(
-                    RuntimeError, OSError
-                ):  # it was closed, or its thread ended, meanwhile
+                # It may be closed, or its thread may end, meanwhile.
+                with suppress(RuntimeError, OSError):
                     state.look(self._span_of)
 
 

@@ -153,9 +153,8 @@ class Trajectory(Span, gc=True):
         said = self.status
         super().__exit__(kind, error, trace)
         if kind is not None and not said and self.status == FAILED:
-            lines = traceback.format_exception_only(
-                kind, error
-            )  # of code, the error, and its notes
+            # Lines of code, the error, and its notes.
+            lines = traceback.format_exception_only(kind, error)
             self.error = next(line for line in lines if not line.startswith(" ")).strip()
 
 
