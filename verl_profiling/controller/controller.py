@@ -332,7 +332,11 @@ class Controller:
         )
         if live.leads:
             self._hooks.begun(request, WorkerIdentity(role="controller"))
-        self._set_live(live)
+        clock.hold()
+        self.live = live
+        self.stages.pass_to(live.log)
+        atexit.unregister(self._exit)
+        atexit.register(self._exit)
         return live
 
     def _say_begun(self, live: OpenCapture) -> Waits[None]:
@@ -351,15 +355,6 @@ class Controller:
         self.stages.record_generation()
 
     # Closing.
-
-    def _set_live(self, live: OpenCapture | None) -> None:
-        if (live is None) != (self.live is None):
-            (clock.hold if live is not None else clock.release)()
-        self.live = live
-        self.stages.pass_to(self.stages.watched() if live is None else live.log)
-        if live is not None:
-            atexit.unregister(self._exit)
-            atexit.register(self._exit)
 
     def _conclude(self, live: OpenCapture, why: str) -> Waits[list[CaptureResult]]:
         """Stop all workers and write the manifest; return the workers' results."""
@@ -396,7 +391,9 @@ class Controller:
             self._run.wait_for_files()
 
     def _closed(self) -> None:
-        self._set_live(None)
+        clock.release()
+        self.live = None
+        self.stages.watch_only()
         if self.watch is not None:
             self.watch.read()
 
