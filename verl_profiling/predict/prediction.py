@@ -21,7 +21,7 @@ from verl_profiling.predict.replay import Replay, replay, slacks_ns
 from verl_profiling.predict.replicas import on_resources
 from verl_profiling.predict.segments import DELAY, LAG_BY, WORK, Graph
 from verl_profiling.slices.intervals import length, spans_of, within
-from verl_profiling.slices.path import PathPart
+from verl_profiling.slices.slices import PathPart
 from verl_profiling.steps.records import GENERATE
 
 _NOT_STEADY = (

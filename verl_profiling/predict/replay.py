@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from verl_profiling.errors import ConfigError
 from verl_profiling.predict.segments import Graph
-from verl_profiling.slices.path import PathPart, path
+from verl_profiling.slices.slices import PathPart, path
 
 _MOST_STEPS = 50  # until all steps are alike
 

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from verl_profiling.files.step_summary import RankUse, StepSummary
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import WAIT
-from verl_profiling.slices.path import segments_of
-from verl_profiling.slices.slices import Ints, Slices, called_in, peers
+from verl_profiling.slices.slices import Ints, Slices, called_in, peers, segments_of
 
 
 class StepPart(NamedTuple):
