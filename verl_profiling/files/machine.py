@@ -1,4 +1,4 @@
-"""What this process has of its machine: memory, free disk, and devices.
+"""Readings of the machine of this process: memory, free disk, and devices.
 
 No function initializes a device; a process that has used no device has none.
 """
