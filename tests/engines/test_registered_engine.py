@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import pytest
 from example_loops import settings
 
 from tests.engines.example_adapter import CountingEngine, CountingServer
-from verl_profiling import ConfigError, ProfilingCallback
-from verl_profiling.engines import ENGINES, adapter_named
+from verl_profiling import ConfigError, ProfilingCallback, engines
+from verl_profiling.engines import ENGINES, NEWEST_TESTED, adapter_named
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.workers import RolloutCaptureMixin
 
@@ -119,3 +120,38 @@ def test_a_registered_engine_is_known_by_name(tmp_path: Path) -> None:
         RolloutCaptureMixin.engine_args(settings(), engine="other")
     server = CountingServer(settings(tool="spans", save_path=str(tmp_path)), 0, 1)
     assert isinstance(server.engine, CountingEngine)
+
+
+def moved(config: Any) -> CountingServer:
+    """Return a server whose engine no longer has what its adapter reads."""
+    server = CountingServer({"enable": False}, 0, 1)
+    del server.engine.ranks
+    server.init_capture(config, replica=0)
+    return server
+
+
+def test_an_engine_whose_api_has_moved_is_recorded_by_its_requests(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning and each manifest say what is missing; strict settings raise."""
+    config = settings(save_path=str(tmp_path), tool=COUNTER, schedule={"steps": [1]})
+    rolled_out(config, [moved(config)], [5])
+    said = "rollout0: only requests are recorded: the API of Counting has moved (AttributeError: "
+    assert caplog.text.count(said) == 1
+    [worker] = read_manifest(tmp_path / "step_000001").workers
+    assert len(worker.requests) == 1
+    assert [note for note in worker.notes if said in note]
+    with pytest.raises(AttributeError, match="ranks"):
+        moved(dataclasses.replace(config, strict=True))
+
+
+def test_an_engine_newer_than_all_that_were_tested_warns_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is recorded as usual; the adapter's module has the name of its package."""
+    monkeypatch.setattr(engines, "installed_version", lambda _: "2.0.1")
+    monkeypatch.setitem(NEWEST_TESTED, "example_adapter", "2.0.0")
+    config = settings(save_path=str(tmp_path), tool=COUNTER, schedule={"steps": [1]})
+    rolled_out(config, [CountingServer(config, replica, 1) for replica in range(2)], [5])
+    assert caplog.text.count("example_adapter 2.0.1 is newer than 2.0.0, the newest that was") == 1
+    assert [one.status for one in read_manifest(tmp_path / "step_000001").workers] == ["ok"] * 2

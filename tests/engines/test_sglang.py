@@ -21,6 +21,7 @@ from tests.engines.contract import (
     RanksContract,
     WindowContract,
     assert_idling_with_stacks_is_cheap,
+    finished,
     request,
     spans,
     stop,
@@ -104,6 +105,21 @@ class TestEngine(WindowContract):
 class TestOnlySGLang:
     """What only SGLang has, and what would end it."""
 
+    async def test_a_second_start_of_its_profiler_is_refused_while_a_capture_runs(
+        self, server: Server, tmp_path: Path
+    ) -> None:
+        """SGLang would report success, and begin a recording in place of the one that runs."""
+        manager, order = server.engine.tokenizer_manager, request(tmp_path)
+        server.reconfigure()
+        await server.start_capture(order)
+        with pytest.raises(RuntimeError, match="start SGLang's profiler after it"):
+            await manager.start_profile()
+        await server.generate(1, 5)
+        result = await stop(server, order.capture_id)
+        [artifact] = await finished(server, result)
+        assert server.iterations(Path(order.folder, artifact.path)) >= 5
+        assert manager.start_profile.__name__ == "start_profile"
+
     async def test_idling_with_stacks_is_cheap(self, server: Server, tmp_path: Path) -> None:
         """With stacks recording begins with the first iteration and ends after a few,
         not while idle.
@@ -176,6 +192,15 @@ async def test_a_server_behind_a_url(tiny_model: Path, tmp_path: Path) -> None:
         assert (await stop(server, "never")).status == "skipped"
 
 
+async def test_a_server_that_asks_for_a_key_is_named_as_such(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """It does answer, by 401; the message says what to do."""
+    async with http_servers(tiny_model, tmp_path, api_key="secret") as [server]:
+        with pytest.raises(CaptureStateError, match=r"answered 401.*asks for an API key.*Engine"):
+            server.reconfigure()
+
+
 class URLServer(EngineServer, SGLangCaptureMixin):
     """What a user writes around the address of a server."""
 
@@ -197,14 +222,19 @@ class URLServer(EngineServer, SGLangCaptureMixin):
 
 
 @asynccontextmanager
-async def http_servers(model: Path, folder: Path, count: int = 1) -> AsyncIterator[list[URLServer]]:
+async def http_servers(
+    model: Path, folder: Path, count: int = 1, **options: Any
+) -> AsyncIterator[list[URLServer]]:
     """Start HTTP servers, wait until they answer, and end them with all their processes."""
     servers, processes = [], []
     try:
         for replica in range(count):
             port = _free_port()
             command = [sys.executable, "-m", "sglang.launch_server", "--skip-tokenizer-init"]
-            for name, value in {"model_path": model, "port": port, **SGLANG_ON_CPU}.items():
+            for name, value in {
+                **{"model_path": model, "port": port, **SGLANG_ON_CPU},
+                **options,
+            }.items():
                 option = f"--{name.replace('_', '-')}"
                 command += [option] if value is True else [option, str(value)]
             with (folder / f"log{replica}").open("w") as log:

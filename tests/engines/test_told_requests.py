@@ -113,6 +113,43 @@ async def test_a_request_of_vllm_for_several_samples_keeps_its_id_alone() -> Non
     assert (noted.cached_tokens, noted.preemptions) == (None, None)
 
 
+class RetryableRequestError(RuntimeError):
+    """Has the name of vLLM's, from 0.33 on."""
+
+
+class PausedVLLM(VLLM):
+    """Refuses requests until it resumes, as vLLM 0.33 does during weight updates."""
+
+    paused = True
+
+    async def generate(
+        self, prompt: list[int], sampling_params: Any, request_id: str
+    ) -> AsyncIterator[Any]:
+        if self.paused:
+            raise RetryableRequestError("Generation is paused")
+        async for output in super().generate(prompt, sampling_params, request_id):
+            yield output
+
+
+async def test_a_request_that_a_paused_vllm_refuses_is_one_request_with_its_wait() -> None:
+    """The client tries again with the same id; what it waits is in no failed request."""
+    log, engine = noting(), PausedVLLM()
+    watch_vllm(engine, log)
+    begin_ns = time.time_ns()
+    for _ in range(3):
+        with pytest.raises(RetryableRequestError):
+            async for _ in engine.generate([5, 6], SimpleNamespace(n=1), request_id="turn-1"):
+                pass
+        time.sleep(0.01)
+    engine.paused = False
+    async for _ in engine.generate([5, 6], SimpleNamespace(n=1), request_id="turn-1"):
+        pass
+    [noted] = log.end()
+    assert not noted.failed
+    assert begin_ns <= noted.begin_ns < begin_ns + 10_000_000
+    assert noted.end_ns - noted.begin_ns >= 30_000_000
+
+
 class SGLang:
     """A tokenizer manager that answers with what a release tells, a while after it was asked."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import Any, cast
 
-from verl_profiling.engines.adapter import EngineAdapter
+from verl_profiling.engines.adapter import EngineAdapter, installed_version, version_numbers
 
 __all__ = ["ENGINES", "EngineAdapter", "adapter_named", "adapter_of"]
 
@@ -17,6 +17,18 @@ ENGINES = {
     "sglang": "verl_profiling.engines.sglang:SGLangAdapter",
     "transformers": "verl_profiling.engines.transformers:TransformersAdapter",
 }
+
+
+NEWEST_TESTED = {"vllm": "0.33.0", "sglang": "0.5.23", "transformers": "5.24.0"}
+"""The newest releases of docs/compatibility.md, by package."""
+
+
+def untested(package: str) -> str:
+    """Return a warning if an engine is newer than any release that was tested; else empty."""
+    installed, newest = installed_version(package), NEWEST_TESTED.get(package, "")
+    if not (installed and newest) or version_numbers(installed) <= version_numbers(newest):
+        return ""
+    return f"{package} {installed} is newer than {newest}, the newest that was tested"
 
 
 def adapter_named(package: str) -> type[EngineAdapter]:

@@ -285,11 +285,18 @@ def at_least(package: str, oldest: str, missing: bool = False) -> bool:
     """Return whether a package has at least some version;
     ``missing`` if the package is not installed.
     """
+    installed = installed_version(package)
+    return version_numbers(installed) >= version_numbers(oldest) if installed else missing
+
+
+def installed_version(package: str) -> str:
+    """Return the version of an installed package; empty if it is not installed."""
     try:
-        installed = metadata.version(package)
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return missing
-    numbers, wanted = (
-        tuple(map(int, re.findall(r"\d+", text)[:3])) for text in (installed, oldest)
-    )
-    return numbers >= wanted
+        return ""
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Return the first three numbers of a version."""
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))

@@ -19,6 +19,7 @@ from verl_profiling.manifest import CaptureResult, Request
 from verl_profiling.watch.sums import Busy
 
 _LONGEST_ID = 200
+_MOST_REFUSED = 1000  # of clients that try again; the oldest are forgotten
 
 
 class RequestLog:
@@ -52,6 +53,7 @@ class RequestLog:
         self.pending_since_ns: list[int] = []
         self.replica = 0
         self._open: set[OpenRequest] = set()
+        self._refused_ns: dict[str, int] = {}
         self._ended: list[Request] | None = None
         self._policy_version: int | None = None
         self._server_knows = False
@@ -159,7 +161,8 @@ class RequestLog:
             prompt_tokens: Length of the prompt, if it is known already.
             id: The client's id of the request; a span with ``request=id`` refers to it.
         """
-        request = OpenRequest(id, prompt_tokens, self, self._policy_version, clock.now_ns())
+        begin_ns = self._refused_ns.pop(id, 0) or clock.now_ns()
+        request = OpenRequest(id, prompt_tokens, self, self._policy_version, begin_ns)
         self._open.add(request)
         return request
 
@@ -168,6 +171,17 @@ class RequestLog:
         self._open.discard(request)
         if self.busy is not None:
             self.busy.sums.spans.add(self.busy.name, request.begin_ns, end_ns, failed)
+
+    def refuse(self, request: OpenRequest) -> None:
+        """Let the next request with this id begin when this one did: a paused engine takes none,
+        and its client tries again.
+        """
+        self._open.discard(request)
+        if not request.id:
+            return
+        self._refused_ns[request.id] = request.begin_ns
+        while len(self._refused_ns) > _MOST_REFUSED:
+            del self._refused_ns[next(iter(self._refused_ns))]
 
     def keep(self, request: Request) -> None:
         """Keep a sequence that has ended in a capture."""
@@ -209,6 +223,7 @@ class OpenRequest(msgspec.Struct, eq=False):
     preemptions: int | None = None
     _first_output_ns: int = 0
     _closed: bool = False
+    _refused: bool = False
 
     def __enter__(self) -> OpenRequest:
         if self._log.busy is not None:
@@ -226,6 +241,11 @@ class OpenRequest(msgspec.Struct, eq=False):
         if not self._first_output_ns:
             self._first_output_ns = clock.now_ns()
 
+    def refused(self) -> None:
+        """Record that the engine refused the request before it did any work, as it is paused."""
+        self._refused = self._closed = True
+        self._log.refuse(self)
+
     def close(self, prompt_tokens: int, response_tokens: int, *, failed: bool = False) -> None:
         """Record the end of the request.
 
@@ -236,6 +256,8 @@ class OpenRequest(msgspec.Struct, eq=False):
             response_tokens: Length of the response.
             failed: Whether the request raised, was cancelled or was aborted.
         """
+        if self._refused:
+            return
         self._closed = True
         end_ns = clock.now_ns()
         self._log.count(self, end_ns, failed)

@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import urllib.request
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -38,6 +38,10 @@ from verl_profiling.tools.base import Tool
 
 _PATCHES = "_apply_patches"  # SGLang up to 0.5.23, the last that was read, calls it in torch_npu
 _NOT_RECORDING = "not in progress"
+_KEY_NEEDED = (
+    "; the server asks for an API key, and captures send none: pass its Engine or tokenizer "
+    "manager instead of the URL, or start it without --api-key and --admin-api-key"
+)
 _MOST_BYTES = 1000  # of an answer, in the reason of a failure
 _SERVER_ARGS = (
     "tp_size",
@@ -285,6 +289,7 @@ class ManagerCalls:
             raise ToolUnavailableError(
                 "this SGLang's tokenizer manager has no start_profile; install sglang>=0.5.3"
             )
+        self._start_profile = manager.start_profile
         self._takes_object = "req" in inspect.signature(manager.start_profile).parameters
         # Read one by one: from 0.5.23 on they are not in vars().
         self.server_args = {name: getattr(manager.server_args, name, None) for name in _SERVER_ARGS}
@@ -295,30 +300,36 @@ class ManagerCalls:
             from sglang.srt.managers.io_struct import ProfileReq
 
             options = {"req": ProfileReq(**options)}
-        await self._on_its_loop(partial(self._manager.start_profile, **options))
+        await self._on_its_loop(partial(self._start_profile, **options))
+        self._manager.start_profile = _refuse_second_start
 
     async def stop(self) -> None:
         """Stop profiling and write the traces; raise if SGLang does not record."""
+        self._manager.start_profile = self._start_profile
         await self._on_its_loop(self._manager.stop_profile)
 
-    async def _on_its_loop(self, call: Callable[[], Awaitable[Any]]) -> None:
+    async def _on_its_loop(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         """Await a call on the event loop on which the manager receives the scheduler's replies.
 
         The manager uses the loop of its first call; on any other loop, a reply never arrives.
         """
         loop: asyncio.AbstractEventLoop | None = getattr(self._manager, "event_loop", None)
 
-        async def run() -> None:
-            await call()
-
         if loop is None or loop is asyncio.get_running_loop():
-            await run()
+            await call()
         elif loop.is_running():
             # Cancelled, the manager would wait for the reply forever, and no later call would be
             # sent.
-            await asyncio.shield(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), loop)))
+            await asyncio.shield(
+                asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), loop))
+            )
         else:
-            await asyncio.to_thread(loop.run_until_complete, run())
+            await asyncio.to_thread(loop.run_until_complete, call())
+
+
+async def _refuse_second_start(*_: Any, **__: Any) -> None:
+    """Refuse a start during a capture: SGLang would report success, and lose what it recorded."""
+    raise RuntimeError("a capture of verl_profiling runs; start SGLang's profiler after it")
 
 
 class HTTPCalls:
@@ -336,7 +347,12 @@ class HTTPCalls:
     def __init__(self, url: str, start_s: float) -> None:
         self._url, self._start_s = url.rstrip("/"), start_s
         self._thread: threading.Thread | None = None
-        self.server_args = self._call("/get_server_info")
+        try:
+            self.server_args = self._call("/server_info")
+        except CaptureStateError as error:
+            if " answered 404" not in str(error):
+                raise
+            self.server_args = self._call("/get_server_info")  # versions before 0.5.6
 
     async def start(self, options: dict[str, Any]) -> None:
         """Start profiling now, or at a later iteration.
@@ -344,13 +360,12 @@ class HTTPCalls:
         A start that is answered too late is followed by a stop, because SGLang records by then.
         """
         answer = self._post("/start_profile", options, too_late="/stop_profile")
-        await asyncio.wait([answer], timeout=self._start_s)
-        if not answer.done():
-            answer.cancel()
+        try:
+            await asyncio.wait_for(answer, self._start_s)
+        except asyncio.TimeoutError as error:
             raise CaptureStateError(
                 f"{self._url}/start_profile has not answered for {self._start_s:g} s"
-            )
-        await answer
+            ) from error
 
     async def stop(self) -> None:
         """Stop profiling and write the traces, once an earlier start is answered."""
@@ -358,7 +373,7 @@ class HTTPCalls:
             await asyncio.sleep(0.05)
         await self._post("/stop_profile", {})
 
-    def _post(self, path: str, body: dict[str, Any], too_late: str = "") -> asyncio.Future[None]:
+    def _post(self, path: str, body: object, too_late: str = "") -> asyncio.Future[None]:
         """Call the server on a thread, for which neither the event loop's end nor Python's waits.
 
         Args:
@@ -369,27 +384,23 @@ class HTTPCalls:
         answer: Future[None] = Future()
 
         def run() -> None:
-            problem = None
             try:
                 self._call(path, body, None)
             except Exception as error:
-                problem = error
-            if not answer.set_running_or_notify_cancel():
-                if too_late:
-                    with suppress(Exception):  # the next stop or start sees it
-                        self._call(too_late, {}, None)
-            elif problem is not None:
-                answer.set_exception(problem)
-            else:
+                if answer.set_running_or_notify_cancel():
+                    answer.set_exception(error)
+                return
+            if answer.set_running_or_notify_cancel():
                 answer.set_result(None)
+            elif too_late:
+                with suppress(Exception):  # the next stop or start sees it
+                    self._call(too_late, {}, None)
 
-        self._thread = threading.Thread(target=run, name="verl-profiling-sglang", daemon=True)
+        self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
         return asyncio.wrap_future(answer)
 
-    def _call(
-        self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = 30.0
-    ) -> Any:
+    def _call(self, path: str, body: object = None, timeout_s: float | None = 30.0) -> Any:
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(
@@ -398,7 +409,9 @@ class HTTPCalls:
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return json.load(answer) if body is None else None
         except HTTPError as error:
-            why = error.read(_MOST_BYTES).decode(errors="replace").strip() or error.reason
+            why = error.read(_MOST_BYTES).decode(errors="replace") or error.reason
+            if error.code == 401:
+                why += _KEY_NEEDED
             raise CaptureStateError(f"{self._url}{path} answered {error.code}: {why}") from error
         except (OSError, ValueError) as error:
             raise CaptureStateError(
@@ -419,18 +432,19 @@ def watch_manager(manager: Any, log: RequestLog) -> None:
     arguments = getattr(manager, "server_args", None)
     shares_clock = min(getattr(arguments, "nnodes", 1), getattr(arguments, "dp_size", 1)) == 1
 
-    def logged(
-        stream: AsyncGenerator[Any, None], obj: Any = None, *_: Any, **__: Any
-    ) -> AsyncGenerator[Any, None]:
-        return _noting(stream, manager, log, obj, shares_clock)
-
-    log.watch_streams(manager, "generate_request", logged)
+    log.watch_streams(manager, "generate_request", partial(_noting, manager, log, shares_clock))
     if log.busy is not None:
         log.busy.sums.tokens.append(partial(getattr, manager, "last_receive_tstamp", 0.0))
 
 
 async def _noting(
-    stream: AsyncGenerator[Any, None], manager: Any, log: RequestLog, obj: Any, shares_clock: bool
+    manager: Any,
+    log: RequestLog,
+    shares_clock: bool,
+    stream: AsyncGenerator[Any, None],
+    obj: Any = None,
+    *_: Any,
+    **__: Any,
 ) -> AsyncGenerator[Any, None]:
     """Log a request; yield its outputs, which are partial responses or lists of a batch."""
     rid = getattr(obj, "rid", None)
@@ -494,8 +508,10 @@ def _so_far(manager: Any, rid: str, obj: Any) -> dict[str, Any]:
     if state is None:
         return {}
     prompt = getattr(obj, "input_ids", None) or ()
-    response = getattr(state, "output_ids", ())
-    return {"prompt_tokens": len(prompt), "completion_tokens": len(response)}
+    return {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": len(getattr(state, "output_ids", ())),
+    }
 
 
 def _tell(record: OpenRequest, information: dict[str, Any], shares_clock: bool) -> None:

@@ -54,6 +54,7 @@ _VARIABLES = {
     "torch_profiler_dump_cuda_time_total": "VLLM_TORCH_PROFILER_DUMP_CUDA_TIME_TOTAL",
     "ignore_frontend": "VLLM_TORCH_PROFILER_DISABLE_ASYNC_LLM",
 }
+_REFUSED = "RetryableRequestError"  # from 0.33 on: of a paused engine
 _ACTIVITIES = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}
 _PLACE = re.compile(r"(?:^|_)dp(\d+)_pp(\d+)_tp(\d+)")
 _RANK = re.compile(r"rank[-_]?(\d+)")
@@ -370,16 +371,6 @@ def watch_vllm(engine: Any, log: RequestLog) -> None:
     if log.busy is not None:
         log.busy.sums.tokens.append(partial(_tokens_of_open_requests, engine))
 
-    def logged_stream(
-        stream: AsyncGenerator[Any, None],
-        prompt: Any = None,
-        sampling_params: Any = None,
-        request_id: str = "",
-        *_: Any,
-        **__: Any,
-    ) -> AsyncGenerator[Any, None]:
-        return _noting(stream, log, request_id, sampling_params, shares_clock)
-
     def logged_batch(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with log.open() as batch:
             outputs = generate(*args, **kwargs)
@@ -395,7 +386,7 @@ def watch_vllm(engine: Any, log: RequestLog) -> None:
     if hasattr(engine, "llm_engine"):
         log.watch_calls(engine, logged_batch)
     else:
-        log.watch_streams(engine, "generate", logged_stream)
+        log.watch_streams(engine, "generate", partial(_noting, log, shares_clock))
 
 
 def _tokens_of_open_requests(engine: Any) -> int:
@@ -408,12 +399,19 @@ def _tokens_of_open_requests(engine: Any) -> int:
 
 
 async def _noting(
-    stream: AsyncGenerator[Any, None], log: RequestLog, id: str, parameters: Any, shares_clock: bool
+    log: RequestLog,
+    shares_clock: bool,
+    stream: AsyncGenerator[Any, None],
+    prompt: Any = None,
+    sampling_params: Any = None,
+    request_id: str = "",
+    *_: Any,
+    **__: Any,
 ) -> AsyncGenerator[Any, None]:
     """Log a request that begins now; yield its outputs."""
-    samples = _Samples(parameters)
+    samples = _Samples(sampling_params)
     last: Any = None
-    with log.open(id=id) as record:
+    with log.open(id=request_id) as record:
         try:
             async for output in stream:
                 if last is None and not output.finished:
@@ -422,6 +420,10 @@ async def _noting(
                     samples.add(output.outputs)
                 last = output
                 yield output
+        except Exception as error:
+            if last is None and type(error).__name__ == _REFUSED:
+                record.refused()
+            raise
         finally:
             if last is not None and not samples.lengths:  # the last output of one sample has all
                 samples.add(last.outputs)

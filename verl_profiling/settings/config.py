@@ -404,6 +404,11 @@ class ProfilingConfig:
             limits=self.limits,
         )
 
+    def with_tool(self, role: str, tool: str) -> ProfilingConfig:
+        """Return the settings with another tool for a role."""
+        override = replace(self.roles.get(role, RoleOverride()), tool=tool, tools={})
+        return replace(self, roles={**self.roles, role: override})
+
     def with_trajectories(self, role: str) -> ProfilingConfig:
         """Return the settings with trajectories added to the tools of a role.
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cache, partial
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -18,17 +20,26 @@ from verl_profiling.capture.protocol import (
     switched_off,
 )
 from verl_profiling.capture.session import process_session
-from verl_profiling.engines import ENGINES, adapter_named, adapter_of
+from verl_profiling.engines import ENGINES, EngineAdapter, adapter_named, adapter_of, untested
 from verl_profiling.engines.adapter import refusal
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
-from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
+from verl_profiling.errors import (
+    CaptureStateError,
+    ConfigError,
+    ToolUnavailableError,
+    choices_hint,
+)
 from verl_profiling.files.machine import engine_devices
 from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.typed_values import value_of
 from verl_profiling.watch.sums import WatchQuestion, WatchReading
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 
 class RolloutCaptureMixin:
@@ -222,12 +233,14 @@ class SessionRecorder:
         identity: The replica.
         requests: The log of the replica's requests.
         elsewhere: Name of the engine if it computes in other, unrecorded processes; else empty.
+        lost: Sentence on what is not recorded of the engine.
     """
 
     config: ProfilingConfig
     identity: WorkerIdentity
     requests: RequestLog
     elsewhere: str = ""
+    lost: str = ""
 
     def __post_init__(self) -> None:
         self._open = ""
@@ -259,6 +272,8 @@ class SessionRecorder:
 
     def _with_requests(self, result: CaptureResult) -> CaptureResult:
         self._open = ""
+        if self.lost:
+            result = msgspec.structs.replace(result, notes=[*result.notes, self.lost])
         return self.requests.end_in_result(result)
 
 
@@ -301,23 +316,66 @@ def make_recorder(
             f"({identity}); pass engine=... a vLLM AsyncLLM or LLM, an SGLang Engine or URL, or a "
             "transformers model; for an engine of your own, requests=RequestLog()"
         )
-    adapter, elsewhere = None, ""
+    adapter, elsewhere, lost = None, "", ""
     if adapter_class is None or adapter_class.computes_here(engine):
         _check_uncounted(config, identity)
     else:
         elsewhere = adapter_class.name
         tool = adapter_class.tool_of(config.for_role(identity.role))
         if tool is not None:
-            adapter = adapter_class(engine, config, identity, tool)
+            call = partial(adapter_class, engine, config, identity, tool)
+            loss = f"{identity.name}: only requests are recorded"
+            adapter, lost = _fitted(call, adapter_class, loss, config.strict)
+            if lost:
+                config = config.with_tool(identity.role, "spans")
     if adapter_class is not None and requests is None:
-        adapter_class.watch(engine, log, identity)
+        watch = partial(adapter_class.watch, engine, log, identity)
+        loss = f"{identity.name}: requests are not recorded"
+        unlogged = _fitted(watch, adapter_class, loss, config.strict)[1]
+        lost = unlogged or lost
     if adapter is None:
-        return SessionRecorder(config, identity, log, elsewhere)
+        return SessionRecorder(config, identity, log, elsewhere, lost)
     adapter.check_device(adapter.tool, adapter.device, identity.role)
     first = replica * adapter.ranks if rank is None else rank
     identity = msgspec.structs.replace(identity, rank=first, world_size=adapter.ranks)
     known = engine_devices(adapter.device, adapter.ranks, adapter.device_numbers, devices)
     return EngineRecorder(adapter, identity, config, log, known)
+
+
+def _fitted(
+    call: Callable[[], _Result], adapter_class: type[EngineAdapter], loss: str, strict: bool
+) -> tuple[_Result | None, str]:
+    """Return the result of a call to an adapter, or a sentence on what its engine's API costs.
+
+    Args:
+        call: The call.
+        adapter_class: The adapter.
+        loss: What is not recorded if the call fails.
+        strict: Whether a failure is raised.
+
+    Raises:
+        ProfilingError: The settings or the state of the engine are wrong, or it is too old.
+    """
+    newer = untested(adapter_class.__module__.rpartition(".")[2])
+    if newer:
+        _warn_once(newer)
+    try:
+        return call(), ""
+    except (ConfigError, CaptureStateError):
+        raise
+    except Exception as error:
+        if strict or (isinstance(error, ToolUnavailableError) and not newer):
+            raise
+        lost = (
+            f"{loss}: the API of {adapter_class.name} has moved ({type(error).__name__}: {error})"
+        )
+    logger.warning("%s", lost)
+    return None, lost
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s; what no longer fits is not recorded, and named", text)
 
 
 def _check_uncounted(config: ProfilingConfig, identity: WorkerIdentity) -> None:
