@@ -250,6 +250,11 @@ class _Callback(Generic[Returned]):
         return self._controller is not None and self._controller.live is not None
 
     @property
+    def requested(self) -> bool:
+        """Whether a capture request of a person waits for the begin of a step."""
+        return self._controller is not None and self._controller.decisions.requested
+
+    @property
     def last_folder(self) -> Path | None:
         """Step folder of the last capture that was written."""
         last = None if self._controller is None else self._controller.last

@@ -113,6 +113,16 @@ class PersonRequests:
             make_folder(folder.path)
             self._folder = folder
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a request waits for the begin of a step."""
+        if self._came or self._pending or self._folder is None:
+            return bool(self._came or self._pending)
+        try:
+            return any(map(_is_request, self._folder.names()))
+        except OSError:  # the next step logs it
+            return False
+
     def asks(self, step: int, scheduled: bool) -> Decision | None:
         """Return the capture of the first request that is due in a step, or ``None``.
 
@@ -235,7 +245,7 @@ class PersonRequests:
             self._say(f"requests for captures cannot be read: {type(error).__name__}: {error}")
             return
         for name in names:
-            if name.endswith(REQUEST) and not name.startswith("."):
+            if _is_request(name):
                 self._take(folder, name)
         self._write_refusals(folder)
 
@@ -274,6 +284,10 @@ class PersonRequests:
         if (once or text) not in self._said:
             self._said.add(once or text)
             logger.warning("%s", visible(text))
+
+
+def _is_request(name: str) -> bool:
+    return name.endswith(REQUEST) and not name.startswith(".")
 
 
 def _replace_handler(expected: object, handler: _Handler | signal.Handlers) -> None:
@@ -341,6 +355,11 @@ class Decisions:
             )
         else:
             logger.info("request captures with verl-profiling trigger %s or SIGUSR2", place)
+
+    @property
+    def requested(self) -> bool:
+        """Whether a capture request of a person waits for the begin of a step."""
+        return self._requests is not None and self._requests.waiting
 
     def find_ranks(self) -> bool:
         """Find the other ranks of the loop, if there are any, for common decisions.

@@ -116,21 +116,29 @@ class RequestLog:
             pending_since_ns=[*result.pending_since_ns, *self.pending_since_ns],
         )
 
-    def watch_calls(self, engine: Any, logged: Callable[..., Any]) -> None:
-        """Wrap the ``generate`` of an engine that returns a whole batch.
+    @property
+    def running(self) -> int:
+        """Number of the requests that run."""
+        return len(self._open)
+
+    def watch_calls(
+        self, engine: Any, logged: Callable[..., Any], method: str = "generate"
+    ) -> None:
+        """Wrap the method of an engine that returns a whole batch.
 
         Args:
             engine: The engine.
-            logged: Function that is called with the original ``generate`` and its arguments. It
-                calls ``generate`` and logs the requests.
+            logged: Function that is called with the original method and its arguments. It
+                calls the method and logs the requests.
+            method: Name of the method.
         """
-        generate = engine.generate
+        generate = getattr(engine, method)
 
         @functools.wraps(generate)
         def watched(*args: Any, **kwargs: Any) -> Any:
             return logged(generate, *args, **kwargs)
 
-        engine.generate = watched
+        setattr(engine, method, watched)
 
     def watch_streams(self, engine: Any, method: str, logged: Callable[..., Any]) -> None:
         """Wrap the method of an engine that returns the stream of a request.

@@ -372,6 +372,8 @@ def watch_vllm(engine: Any, log: RequestLog) -> None:
         log.busy.sums.tokens.append(partial(_tokens_of_open_requests, engine))
 
     def logged_batch(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if log.running:  # of an older vLLM, whose chat calls generate
+            return generate(*args, **kwargs)
         with log.open() as batch:
             outputs = generate(*args, **kwargs)
             for output in outputs:
@@ -384,7 +386,9 @@ def watch_vllm(engine: Any, log: RequestLog) -> None:
         return outputs
 
     if hasattr(engine, "llm_engine"):
-        log.watch_calls(engine, logged_batch)
+        for method in ("generate", "chat"):
+            if hasattr(engine, method):
+                log.watch_calls(engine, logged_batch, method)
     else:
         log.watch_streams(engine, "generate", partial(_noting, log, shares_clock))
 

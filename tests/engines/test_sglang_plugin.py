@@ -1,0 +1,102 @@
+"""Real engines of SGLang that no code of ours starts: an environment variable records them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.engines.plugged import (
+    environment,
+    free_port,
+    need_plugin,
+    post,
+    serving,
+    step_folders,
+    wait_for_capture,
+    with_letters,
+    write_settings,
+)
+from tests.engines.server import SGLANG_ON_CPU
+from verl_profiling.cli import main
+from verl_profiling.files.run_files import read_manifest
+from verl_profiling.files.watch_log import WatchLogReader
+
+pytest.importorskip(
+    "sglang", reason="SGLang is not installed; make test-sglang builds its environment"
+)
+need_plugin("sglang.srt.plugins")
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+OFFLINE = """
+import json, sys
+import sglang
+
+if __name__ == "__main__":
+    options = json.loads(sys.argv[2])
+    engine = sglang.Engine(model_path=sys.argv[1], skip_tokenizer_init=True, **options)
+    for tokens in (8, 16):
+        sampling = {"max_new_tokens": tokens, "ignore_eos": True}
+        engine.generate(input_ids=[[5, 6, 7, 8]] * 4, sampling_params=sampling)
+    engine.shutdown()
+"""
+
+
+def test_each_batch_of_an_engine_is_a_step(tiny_model: Path, tmp_path: Path) -> None:
+    """The scheduled one has its own folder, with a trace and four requests."""
+    settings = write_settings(tmp_path, schedule={"steps": [2]}, watch={"enable": True})
+    command = [sys.executable, "-c", OFFLINE, tiny_model, json.dumps(SGLANG_ON_CPU)]
+    ended = subprocess.run(
+        list(map(str, command)), env=environment(settings), capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    run = tmp_path / "run"
+    assert [summary.step for summary in WatchLogReader(run).read()] == [1, 2]
+    assert main(["check", str(run)]) == 0
+    [worker] = read_manifest(run / "step_000002").workers
+    assert [artifact.path for artifact in worker.artifacts] == ["rollout0_rank0.torch.json.gz"]
+    lengths = [(request.prompt_tokens, request.response_tokens) for request in worker.requests]
+    assert lengths == [(4, 16)] * 4
+
+
+def test_requests_by_url_and_the_capture_are_the_same(tiny_model: Path, tmp_path: Path) -> None:
+    """As of a trainer that has a server generate; a person asks for the capture."""
+    model, port, run = with_letters(tiny_model, tmp_path / "model"), free_port(), tmp_path / "run"
+    settings = write_settings(
+        tmp_path, schedule={"steps": []}, watch={"enable": True}, rollout={"count": 20}
+    )
+    server = ["-m", "sglang.launch_server", "--model-path", model, "--port", port]
+    for name, value in SGLANG_ON_CPU.items():
+        option = f"--{name.replace('_', '-')}"
+        server += [option] if value is True else [option, value]
+
+    def generate(tokens: int) -> tuple[int, float]:
+        """Return what the server says of a request, and what it took here (s)."""
+        sampling = {"max_new_tokens": tokens, "ignore_eos": True}
+        begin_s = time.monotonic()
+        answer = post(f"{url}/generate", {"text": "ab" * tokens, "sampling_params": sampling})
+        return answer["meta_info"]["completion_tokens"], time.monotonic() - begin_s
+
+    with serving(server, environment(settings), port, tmp_path / "server.log") as url:
+        generate(4)
+        assert main(["trigger", str(run), "--wait", "60"]) == 0
+        with ThreadPoolExecutor(8) as clients:
+            answers = list(clients.map(generate, [16 + number for number in range(24)]))
+        wait_for_capture(run)
+        assert main(["top", str(run), "--once"]) == 0
+    [folder] = step_folders(run)
+    [worker] = read_manifest(folder).workers
+    assert [artifact.status for artifact in worker.artifacts] == ["ok"]
+    lengths = sorted(tokens for tokens, _ in answers)
+    assert sorted(request.response_tokens for request in worker.requests) == lengths
+    logged = sorted((it.end_ns - it.begin_ns) / 1e9 for it in worker.requests)
+    measured = sorted(seconds for _, seconds in answers)
+    late = [client - engine for client, engine in zip(measured, logged, strict=True)]
+    print("seconds of the client beyond those of the engine:", late)
+    assert min(late) > -0.001  # the rest is of HTTP, and of a busy machine without a bound

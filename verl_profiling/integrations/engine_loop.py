@@ -1,0 +1,249 @@
+"""The loop of a run whose only process of ours is an engine's, which the plugin has hooked.
+
+A step is a stretch of work: it begins with a request, and ends a second after the last one. Work
+without a pause is divided into steps. A call of an engine that returns a whole batch is a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import logging
+import math
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakSet
+
+import msgspec
+
+from verl_profiling import ProfilingCallback, ProfilingConfig
+from verl_profiling.capture.session import process_session
+from verl_profiling.controller.run_claim import check_folder
+from verl_profiling.engines import adapter_named
+from verl_profiling.errors import ConfigError
+from verl_profiling.identity import ROLLOUT_ROLE
+from verl_profiling.workers import RequestLog, RolloutCaptureMixin
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.1
+_PAUSE_S = 1.0  # between two requests of one client, rather than between two rollouts
+_STEPS_IN_A_HANG = 3  # the watch takes three usual steps without a token for a hang
+_EXIT_S = 5.0
+
+_refused: WeakSet[Any] = WeakSet()
+
+
+@cache
+def settings(place: str) -> ProfilingConfig | None:
+    """Return the settings of a run; ``None``, with a line in the log, if they are wrong.
+
+    Args:
+        place: The run's folder, or a file with settings.
+    """
+    try:
+        config = replace(ProfilingConfig.from_any(_read(place)), enable=True, spmd=False)
+        check_folder(config)
+    except Exception as error:
+        _say(error)
+        return None
+    return config
+
+
+def _read(place: str) -> dict[str, Any]:
+    if Path(place).suffix not in (".yaml", ".yml", ".json"):
+        return {"save_path": place, "schedule": {"steps": []}, "watch": {"enable": True}}
+    values = msgspec.yaml.decode(Path(place).read_bytes())
+    if not isinstance(values, dict):
+        raise ConfigError("", f"{place} holds no settings")
+    return values
+
+
+def _say(error: Exception) -> None:
+    line = " ".join(str(error).split())
+    logger.error("VERL_PROFILING_RUN: %s; this engine is not recorded", line)
+
+
+def add_profiler(place: str, arguments: Any) -> None:
+    """Give the arguments of a vLLM engine the profiler that captures need, if they have none.
+
+    Args:
+        place: The run's folder, or a file with settings.
+        arguments: The engine's ``EngineArgs``.
+    """
+    config = settings(place)
+    given = getattr(arguments, "profiler_config", None)
+    if config is None or getattr(given, "profiler", None) is not None:
+        return
+    try:
+        for name, value in adapter_named("vllm").engine_args(config, ROLLOUT_ROLE).items():
+            setattr(arguments, name, value)
+    except Exception as error:
+        _say(error)
+
+
+def start_recorder(place: str, engine: Any, batch_methods: Sequence[str] = ()) -> bool:
+    """Start to record an engine at its first request; return whether it is recorded.
+
+    Args:
+        place: The run's folder, or a file with settings.
+        engine: The object that takes requests.
+        batch_methods: Methods that return a whole batch; none of an engine that serves requests at
+            any time.
+    """
+    config = settings(place)
+    if config is None or engine in _refused:
+        return False
+    try:
+        loop = EngineLoop(engine, config, batch_methods)
+    except Exception as error:
+        _refused.add(engine)
+        _say(error)
+        return False
+    loop.begin()
+    return True
+
+
+class EngineServer(RolloutCaptureMixin):
+    """The object that the callback calls for the engine."""
+
+    @property
+    def requests(self) -> RequestLog:
+        """The log of the engine's requests.
+
+        Raises:
+            ConfigError: The settings record no rollout.
+        """
+        if self._capture_recorder is None:
+            raise ConfigError("", self._capture_idle_reason)
+        return self._capture_recorder.requests
+
+
+class EngineLoop:
+    """Calls the hooks of a callback for the work of one engine.
+
+    Args:
+        engine: The object that takes requests.
+        config: The settings.
+        batch_methods: Methods that return a whole batch.
+
+    Raises:
+        ProfilingError: The engine, or the settings, do not allow captures.
+    """
+
+    def __init__(self, engine: Any, config: ProfilingConfig, batch_methods: Sequence[str]) -> None:
+        self._callback = ProfilingCallback(config, blocks_event_loop=True)
+        server = EngineServer()
+        server.init_capture(config, engine=recorded(engine))
+        self._requests = server.requests
+        loop = None if batch_methods else asyncio.get_running_loop()
+        self._callback.add_rollout(server, loop=loop)
+        self._is_batch = bool(batch_methods)
+        self._number = 0
+        self._begin_s = self._busy_s = 0.0
+        self._tokens: list[object] = []
+        self._longest_s = config.watch.hang_s / _STEPS_IN_A_HANG
+        self._longest_captured_s = config.rollout.max_window_s or math.inf
+        self._ended = threading.Event()
+        self._thread = threading.Thread(
+            target=self._make_steps, name="verl-profiling-engine", daemon=True
+        )
+        for method in batch_methods:
+            self._make_steps_of(engine, method)
+
+    def begin(self) -> None:
+        """Begin the run, which ends with the process."""
+        self._callback.on_train_begin()
+        atexit.register(self._end)
+        self._sums = process_session().sums
+        if self._sums is not None:
+            self._sums.tokens.append(self._idle_ns)
+        if not self._is_batch:
+            self._thread.start()
+
+    def _end(self) -> None:
+        self._ended.set()
+        if not self._is_batch:
+            self._thread.join(_EXIT_S)
+        self._callback.on_train_end()
+
+    def _idle_ns(self) -> int:
+        """Return a number that changes while the engine has no requests, and so cannot hang."""
+        return 0 if self._requests.running else time.monotonic_ns()
+
+    def _begin_step(self) -> None:
+        self._number += 1
+        self._begin_s = time.monotonic()
+        self._callback.on_step_begin(self._number)
+        self._callback.on_rollout_begin()
+
+    def _end_step(self) -> None:
+        self._callback.on_rollout_end()
+        self._callback.on_step_end()
+
+    # An engine whose methods return a whole batch.
+
+    def _make_steps_of(self, engine: Any, method: str) -> None:
+        """Let each call of a method be a step."""
+        call = getattr(engine, method, None)
+        if call is None:
+            return
+
+        @functools.wraps(call)
+        def in_a_step(*args: Any, **kwargs: Any) -> Any:
+            if self._requests.running:  # chat of an older vLLM calls generate
+                return call(*args, **kwargs)
+            self._begin_step()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._end_step()
+
+        setattr(engine, method, in_a_step)
+
+    # An engine that serves requests at any time.
+
+    def _make_steps(self) -> None:
+        """Make steps until the process ends, on a thread that never blocks the engine."""
+        while not self._ended.wait(_LOOK_S):
+            if self._requests.running or self._callback.requested:
+                self._begin_step()
+                self._wait_for_end()
+                self._end_step()
+
+    def _wait_for_end(self) -> None:
+        """Wait for a second without requests, or until the step has its longest duration."""
+        has_worked = False
+        busy_s = time.monotonic()
+        while not self._ended.wait(_LOOK_S):
+            now_s = time.monotonic()
+            if self._requests.running:
+                has_worked, busy_s = True, now_s
+            elif has_worked and now_s - busy_s > _PAUSE_S:
+                return
+            is_captured = self._callback.capturing
+            if not is_captured and self._callback.requested:
+                return
+            longest_s = self._longest_captured_s if is_captured else self._longest_s
+            if now_s - self._begin_s > longest_s and self._makes_tokens():
+                return
+
+    def _makes_tokens(self) -> bool:
+        """Return whether the engine has progressed since the last call."""
+        before = self._tokens
+        self._tokens = [] if self._sums is None else [count() for count in self._sums.tokens]
+        return self._tokens != before or self._sums is None
+
+
+def recorded(engine: Any) -> Any:
+    """Return the engine as its adapter takes it: one with a tokenizer manager."""
+    if hasattr(engine, "generate_request"):
+        return SimpleNamespace(tokenizer_manager=engine, server_args=engine.server_args)
+    return engine

@@ -1,0 +1,106 @@
+"""The entry points for vLLM and SGLang, which load their plugins in each of their processes.
+
+``VERL_PROFILING_RUN`` switches the plugin on. Without it, an entry point returns at once. With it,
+the classes that take requests are hooked. The first request of an engine starts its recorder,
+unless a mixin records the engine already.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+VARIABLE = "VERL_PROFILING_RUN"
+"""Folder of the run, or a file with settings: YAML or JSON."""
+
+BATCH_METHODS = ("generate", "chat")
+"""Methods that return a whole batch of an ``LLM``, or of SGLang's ``Engine``."""
+
+_hooked: set[str] = set()
+
+
+def in_vllm() -> None:
+    """Hook vLLM; the entry point ``verl_profiling`` of its general plugins."""
+    _hook("vllm.engine.arg_utils", _hook_arguments)
+    _hook("vllm.v1.engine.async_llm", _hook_async_llm)
+    _hook("vllm.entrypoints.llm", _hook_llm)
+
+
+def in_sglang() -> None:
+    """Hook SGLang; the entry point ``verl_profiling`` of its general plugins."""
+    _hook("sglang.srt.managers.tokenizer_manager", _hook_tokenizer_manager)
+    _hook("sglang.srt.entrypoints.engine", _hook_sglang_engine)
+
+
+def _hook(module: str, put_in: Any) -> None:
+    """Change a module once it is imported, and once only: an engine may load a plugin twice."""
+    if os.environ.get(VARIABLE) and module not in _hooked:
+        from wrapt import register_post_import_hook
+
+        _hooked.add(module)
+        register_post_import_hook(put_in, module)
+
+
+def _hook_arguments(module: Any) -> None:
+    """Let an engine of vLLM start with the profiler that captures need."""
+    place = os.environ[VARIABLE]
+
+    def create(function: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        from verl_profiling.integrations.engine_loop import add_profiler
+
+        add_profiler(place, self)
+        return function(self, *args, **kwargs)
+
+    _wrap(module.EngineArgs, "create_engine_config", create)
+
+
+def _hook_async_llm(module: Any) -> None:
+    _wrap(module.AsyncLLM, "generate", _first_request("generate"))
+
+
+def _hook_llm(module: Any) -> None:
+    for method in BATCH_METHODS:
+        _wrap(module.LLM, method, _first_request(method, BATCH_METHODS))
+
+
+def _hook_tokenizer_manager(module: Any) -> None:
+    wrapper = _first_request("generate_request")
+    _wrap(module.TokenizerManager, "generate_request", wrapper)
+
+
+def _hook_sglang_engine(module: Any) -> None:
+    _wrap(module.Engine, "generate", _first_request("generate", BATCH_METHODS))
+
+
+def _wrap(owner: Any, method: str, wrapper: Any) -> None:
+    from verl_profiling.integrations.hooks import wrap
+
+    wrap(owner, method, wrapper)
+
+
+def _first_request(method: str, batch_methods: Sequence[str] = ()) -> Any:
+    """Return a wrapper of a class's method that starts the recorder of an object.
+
+    The recorder then replaces the method in the object, so that its requests are logged.
+
+    Args:
+        method: Name of the method.
+        batch_methods: Methods of the object that return a whole batch, this one among them.
+    """
+    place = os.environ[VARIABLE]
+
+    def wrapper(function: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        from verl_profiling.integrations.engine_loop import start_recorder
+
+        if not _is_recorded(self) and start_recorder(place, self, batch_methods):
+            return getattr(self, method)(*args, **kwargs)
+        return function(self, *args, **kwargs)
+
+    return wrapper
+
+
+def _is_recorded(engine: Any) -> bool:
+    """Return whether requests of an engine are logged, by a mixin or by the plugin."""
+    replaced = vars(getattr(engine, "tokenizer_manager", engine))
+    return "generate" in replaced or "generate_request" in replaced
