@@ -13,7 +13,7 @@ from example_loops import settings
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.analysis import open_step
 from verl_profiling.capture import work as capture_work
-from verl_profiling.capture.stage import add_micro_batches
+from verl_profiling.capture.stage import add_work
 from verl_profiling.manifest import Work
 from verl_profiling.testing import record_step
 from verl_profiling.workers import CaptureMixin
@@ -40,14 +40,19 @@ def test_work_is_beside_the_span_of_its_run(tmp_path: Path) -> None:
     assert recorded_work(tmp_path / "4") is None
 
 
-def test_micro_batches_are_added_to_the_stages_around_them(tmp_path: Path) -> None:
-    """Each loop over micro-batches counts, in the mini-batch and in the whole stage."""
-    with record_step(SPANS, tmp_path) as recorded, stage("update_actor").given(tokens=8):
+def test_work_of_a_part_is_added_to_the_open_stages_around_it(tmp_path: Path) -> None:
+    """The plugin of a trainer adds each mini-batch; what one of two lacks is unknown."""
+    with record_step(SPANS, tmp_path) as recorded, stage("update_actor"):
         for number in (2, 3):
-            with stage("mini_batch").given(tokens=4), stage("without_work"):
-                add_micro_batches(number)
-    counts = [span.work and span.work.micro_batches for span in recorded.result.stages]
-    assert counts == [5, 2, None, 3, None]
+            with stage("mini_batch"):
+                add_work({"micro_batches": number}, LENGTHS)
+        with stage("empty"):
+            pass
+    whole, *parts, empty = [span.work for span in recorded.result.stages]
+    assert [part and part.micro_batches for part in parts] == [2, 3]
+    assert whole == Work(samples=6, tokens=20, tokens_squared=76, micro_batches=5)
+    assert empty is None
+    assert whole + OF_LENGTHS == Work(samples=9, tokens=30, tokens_squared=114)
 
 
 @pytest.mark.parametrize(

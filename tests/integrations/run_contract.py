@@ -137,7 +137,7 @@ class RunContract:
         spans = [span for span in run.worker(3, "actor").stages if span.work is not None]
         works = {span.name: span.work for span in spans if span.depth == 0}
         batches, micro = PROMPTS * SAMPLES, 4
-        assert works.keys() == WORKER_STAGES - {"update_weights"}
+        assert works.keys() == WORKER_STAGES - {"update_weights"}, spans
         for work in works.values():
             assert (work.samples, work.micro_batches) == (batches, batches // micro)
             assert work.samples < work.tokens <= 96 * work.samples

@@ -86,9 +86,7 @@ def test_the_verdict_is_a_line_and_an_exit_code(
         "the other worker"
     )
     assert line.startswith(f"{slow_rank} 5.00 s")
-    assert (
-        "waiting. Would help most: update_actor balanced (--balance update_actor), -25% of" in line
-    )
+    assert "given(lengths=lengths). Would help most: update_actor balanced (--balance" in line
     assert json.loads(printed.out)["findings"][0]["lanes"] == ["actor_rank1"]
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 import time
 from collections import Counter
@@ -240,3 +241,52 @@ def test_every_cause_is_within_two_percent_of_a_stopwatch(reported: Reported) ->
     row = max(rollout["blocks"], key=lambda row: row["seconds"])
     assert (row["what"], row["trajectories"]) == ("tool:blocks", 8)
     assert row["seconds"] == pytest.approx(expected["tool:blocks"], abs=0.1)
+
+
+PLANTED = [  # rewards of a group's samples, their statuses, and whether they were cut off
+    ((1.0, 1.0, 1.0), "done", False, "equal rewards"),
+    ((0.0, 0.0), "done", True, "equal rewards"),
+    ((0.0, 1.0, 0.0), "done", False, ""),
+    ((0.0, 1.0), "filtered", False, "filtered"),
+    ((0.0, 1.0), "done", True, "truncated"),
+    ((None, None), "done", False, ""),
+    ((1.0, math.nan), "done", False, ""),
+    ((1.0,), "done", False, ""),
+]
+
+
+def test_the_seconds_that_taught_nothing_agree_with_a_stopwatch(reported: Reported) -> None:
+    """Within 2%, of each reason and of all; a reward that is unknown claims nothing."""
+    stopwatch: Counter[str] = Counter()
+
+    async def play(group: int, sample: int) -> None:
+        rewards, status, is_truncated, cause = PLANTED[group]
+        begun_s = time.monotonic()
+        async with trajectory(group=str(group), sample=sample) as made:
+            async with span("generate"):
+                await asyncio.sleep(0.3 + 0.1 * ((3 * group + sample) % 5))
+            made.add(truncated=is_truncated)
+            if rewards[sample] is not None:
+                made.add(reward=rewards[sample])
+            made.status = status
+        stopwatch[cause] += time.monotonic() - begun_s
+
+    async def rollout() -> None:
+        samples = [(group, at) for group, of in enumerate(PLANTED) for at in range(len(of[0]))]
+        await asyncio.gather(*(play(*one) for one in samples))
+
+    report = reported(rollout())
+    rows = {row["cause"]: row for row in report["rollout"]["nothing"]}
+    taught = stopwatch.pop("")
+    assert {cause: row["seconds"] for cause, row in rows.items()} == pytest.approx(
+        dict(stopwatch), rel=0.02
+    )
+    assert rows["equal rewards"]["trajectories"] == 5
+    assert rows["equal rewards"]["groups"] == 2
+    share = stopwatch.total() / (taught + stopwatch.total())
+    [finding] = [one for one in report["findings"] if one["rule"] == "trajectories_for_nothing"]
+    assert finding["share"] == pytest.approx(share, rel=0.02)
+    assert finding["text"].startswith(f"{finding['share']:.0%} of the trajectories' time (")
+    assert " taught nothing: " in finding["text"]
+    assert "equal rewards (5)" in finding["text"]
+    assert finding["advice"].startswith("draw other prompts")

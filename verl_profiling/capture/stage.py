@@ -21,8 +21,6 @@ from threading import get_ident, get_native_id
 from types import TracebackType
 from typing import Any, Protocol, TypeVar, cast
 
-import msgspec
-
 from verl_profiling import clock
 from verl_profiling.capture.work import work_from
 from verl_profiling.manifest import GC, WEIGHT_SYNC, StageSpan, Work
@@ -332,14 +330,18 @@ the open stage is one of its parents.
 """
 
 
-def add_micro_batches(number: int) -> None:
-    """Add micro-batches to the open stages of this thread or task whose work is known."""
+def add_work(facts: Mapping[str, object], lengths: Iterable[object]) -> None:
+    """Add work to all open stages of this thread or task, of which it is a part.
+
+    Args:
+        facts: The facts by name.
+        lengths: Lengths of the sequences.
+    """
     stage = _innermost.get()
-    while stage is not None:
-        work = stage.work
-        if work is not None and not stage.end_ns:
-            total = (work.micro_batches or 0) + number
-            stage.work = msgspec.structs.replace(work, micro_batches=total)
+    work = None if stage is None else work_from(stage.name, facts, lengths)
+    while stage is not None and work is not None:
+        if not stage.end_ns:
+            stage.work = work if stage.work is None else stage.work + work
         stage = stage.parent
 
 

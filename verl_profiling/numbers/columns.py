@@ -272,10 +272,17 @@ class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
             stage.
         behind_us: Sum, over the other workers, of the slowest worker's extra work: the waits that
             it causes.
+        lead_us: Work of the slowest worker minus the mean of the others.
+        data_us: The part of ``lead_us`` that the slowest worker's data explain; the rest is its
+            machine. ``None`` if it cannot be told.
+        error_us: Error bound of ``data_us``.
+        tokens: Tokens of the slowest worker as a multiple of the others' mean; 0 if unknown.
+        fitted: Runs of the others that ``data_us`` is fitted to; for ``None``, the reason.
     """
 
     columns: ClassVar[str] = (
-        "stage, +role, +workers, slowest, time=slowest_us, median_us, others waited=wait_us"
+        "stage, +role, +workers, slowest, time=slowest_us, median_us, others waited=wait_us, "
+        "its data=data_us, +give or take=error_us, +fitted to=fitted"
     )
 
     stage: str
@@ -286,6 +293,11 @@ class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
     median_us: float
     wait_us: float
     behind_us: float = 0.0
+    lead_us: float = 0.0
+    data_us: float | None = None
+    error_us: float | None = None
+    tokens: float = 0.0
+    fitted: str = ""
 
 
 class WorkRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -681,6 +693,24 @@ class StatusRow(msgspec.Struct, frozen=True, kw_only=True):
     share: float
 
 
+class NothingRow(PartRow, frozen=True, kw_only=True):
+    """Training trajectories from which nothing was learned, for one reason.
+
+    Attributes:
+        cause: ``equal rewards`` (of all samples of a group), ``truncated``, or the status of
+            trajectories that were not used. A trajectory counts once, by its status first.
+        seconds: Trajectory-seconds.
+        share: Share of the time of all training trajectories.
+        trajectories: Number of trajectories.
+        groups: Number of their groups.
+    """
+
+    columns: ClassVar[str] = "cause, trajectories, groups, time=seconds, share"
+
+    trajectories: int
+    groups: int
+
+
 class FailureRow(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectories that failed, or were cancelled, with one error in one span.
 
@@ -870,6 +900,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         group_spread_p50_s: Median time from a group's first end to its last.
         group_spread_max_s: Longest time from a group's first end to its last.
         statuses: Trajectories by status.
+        nothing: Training trajectories from which nothing was learned, by reason, longest first.
+        rewarded: Number of training trajectories with a known reward.
         failures: Errors of trajectories, most frequent first, validation last.
         versions: Policy versions of the training trajectories, newest first.
         versioned: Number of training trajectories with known versions.
@@ -901,6 +933,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     versioned: int
     partial: int
     polling: Polling | None = None
+    nothing: list[NothingRow] = []
+    rewarded: int = 0
 
     @property
     def of_trajectories(self) -> str:

@@ -26,6 +26,7 @@ from verl_profiling.numbers.columns import (
     VersionRow,
 )
 from verl_profiling.numbers.lost import ROLLOUT
+from verl_profiling.numbers.taught_nothing import nothing_rows, reward_of
 from verl_profiling.slices.intervals import (
     Axes,
     Ints,
@@ -41,8 +42,6 @@ from verl_profiling.steps.lanes import Step
 from verl_profiling.steps.records import BEFORE, LOOP_LAG, UNEXPLAINED, Records, Trajectory
 from verl_profiling.units import shortened
 
-KEPT = ("done", "running")
-"""Statuses of trajectories that are trained on, or may still be."""
 _NONE_RAN = "no trajectory"  # time of the tail in which none of its trajectories ran
 _MOST_GROUPS = 20
 
@@ -103,6 +102,8 @@ def rollout_of(
         statuses=_status_rows(records),
         failures=_failure_rows(trajectories),
         polling=polling(step, end[training]),
+        nothing=nothing_rows(trajectories),
+        rewarded=sum(reward_of(trajectories[number]) is not None for number in training.tolist()),
     )
     return rollout, explanation
 

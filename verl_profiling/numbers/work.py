@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import reduce
 from operator import add
 
 import msgspec
+import numpy as np
 
 from verl_profiling.manifest import CaptureResult, StageSpan, Work
-from verl_profiling.numbers.columns import WorkRow
+from verl_profiling.numbers.columns import StragglerRow, WorkRow
 from verl_profiling.numbers.lost import ROLLOUT
-from verl_profiling.slices.intervals import grouped
+from verl_profiling.slices.intervals import (
+    common,
+    grouped,
+    holding,
+    length,
+    subtract,
+    time_of,
+)
+from verl_profiling.slices.work import Explained, Runs, explained
 from verl_profiling.steps.lanes import Step
+
+NO_WORK = "the work given to the stage is unknown"
+"""Reason why a lead is not explained, if nobody passed the facts."""
 
 
 def work_rows(step: Step) -> list[WorkRow]:
@@ -50,3 +63,61 @@ def _of_requests(worker: CaptureResult) -> WorkRow:
 def _row(worker: str, stage: str, runs: int, took_ns: int, work: Work) -> WorkRow:
     facts = msgspec.structs.asdict(work)
     return WorkRow(worker=worker, stage=stage, runs=runs, duration_us=took_ns / 1000, **facts)
+
+
+def with_reason(row: StragglerRow, step: Step) -> StragglerRow:
+    """Return the row of a slow worker with the part of its lead that its data explain.
+
+    The times of work are fitted to the shortest runs with known work inside the stage, such as
+    micro-batches.
+    """
+    workers = [worker for worker in step.workers if worker.identity.role == row.role]
+    inside = {worker.name: _with_work(worker, row.stage) for worker in workers}
+    inside = {name: spans for name, spans in inside.items() if spans}
+    names = [{span.name for span in spans} for spans in inside.values()]
+    lead_us = row.behind_us / (row.workers - 1)
+    shared = set.intersection(*names) if len(inside) == row.workers else set()
+    if not shared:
+        return msgspec.structs.replace(row, lead_us=lead_us, fitted=NO_WORK)
+    counts = Counter(span.name for spans in inside.values() for span in spans)
+    finest = max(shared, key=lambda name: counts[name])
+    runs = {
+        name: _runs(name, [span for span in spans if span.name == finest], step)
+        for name, spans in inside.items()
+    }
+    found = explained(runs.pop(row.slowest), list(runs.values()))
+    if not isinstance(found, Explained):
+        return msgspec.structs.replace(row, lead_us=lead_us, fitted=found)
+    error_us = 1e6 * found.error_s
+    if error_us > lead_us / 2:
+        fitted = f"cannot tell: the runs of its peers spread by {found.error_s:.3g} s"
+        return msgspec.structs.replace(row, lead_us=lead_us, fitted=fitted, error_us=error_us)
+    return msgspec.structs.replace(
+        row,
+        lead_us=lead_us,
+        data_us=1e6 * found.data_s,
+        error_us=error_us,
+        tokens=found.tokens,
+        fitted=f"{found.runs} runs of {finest}",
+    )
+
+
+def _with_work(worker: CaptureResult, stage: str) -> list[StageSpan]:
+    """Return the runs with known work in a stage of a worker, also of the stage itself."""
+    known = [span for span in worker.stages if span.work is not None and span.work.tokens]
+    begins = np.array([span.begin_ns for span in known], np.int64)
+    in_stage = holding(time_of(worker.stages, stage), begins)
+    return [span for span, is_in in zip(known, in_stage.tolist(), strict=True) if is_in]
+
+
+def _runs(worker: str, spans: list[StageSpan], step: Step) -> Runs:
+    """Return the runs of a stage in a worker, each without waits for other ranks."""
+    waits = common([lane.waiting for lane in step.lanes if lane.source.worker == worker])
+    seconds, tokens, squares = [], [], []
+    for span in spans:
+        time = time_of([span])
+        seconds.append(length(subtract(time, waits)) / 1e9)
+        work = span.work or Work()
+        tokens.append(float(work.tokens or 0))
+        squares.append(float(work.tokens_squared or 0))
+    return Runs(np.array(seconds), np.array(tokens), np.array(squares))

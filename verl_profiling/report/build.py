@@ -16,7 +16,7 @@ from verl_profiling.manifest import MANIFEST_NAME, WEIGHT_SYNC, Manifest
 from verl_profiling.numbers import anatomy, capture_rows, collectives, lost, usage
 from verl_profiling.numbers.rollout_section import rollout_of
 from verl_profiling.numbers.suspects import requested_of
-from verl_profiling.numbers.work import work_rows
+from verl_profiling.numbers.work import with_reason, work_rows
 from verl_profiling.predict.graph import graph_of
 from verl_profiling.predict.prediction import predict
 from verl_profiling.predict.segments import Graph
@@ -76,7 +76,7 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         workers=[usage.worker_row(lane, step, inputs.directory) for lane in step.lanes],
         engines=engines,
         tail=tail,
-        stragglers=collectives.stragglers(step, calls),
+        stragglers=[with_reason(row, step) for row in collectives.stragglers(step, calls)],
         work=work_rows(step),
         collectives=collectives.collective_rows(calls),
         unmatched_us=unmatched_ns / 1000,

@@ -20,7 +20,8 @@ from verl_profiling.numbers.columns import (
     sum_of,
 )
 from verl_profiling.numbers.lost import ROLLOUT
-from verl_profiling.numbers.rollout_section import KEPT
+from verl_profiling.numbers.taught_nothing import EQUAL
+from verl_profiling.numbers.work import NO_WORK
 from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import counted
 from verl_profiling.slices.intervals import grouped
@@ -106,12 +107,29 @@ def stragglers(report: Report) -> Iterator[Loss]:
         text = (
             f"{row.slowest} is slow in {row.stage}: it took {time_text(row.slowest_us)} without "
             f"waits, {who} {time_text(others_us)}, which is "
-            f"{report.lane_seconds(row.behind_us / 1e6)} of waiting."
+            f"{report.lane_seconds(row.behind_us / 1e6)} of waiting.{_data_or_machine(row)}"
         )
         several = f"{row.slowest}_rank", f"{row.slowest} "  # ranks of a replica, devices of one
         late = [lane for lane in lanes if lane == row.slowest or lane.startswith(several)]
         share = row.behind_us / (row.workers * span_us(report))
-        yield Loss(text, row.behind_us / 1e6, late or [row.slowest], share)
+        advice = ""
+        if row.fitted == NO_WORK:
+            advice = (
+                "pass its work, to tell data from machine: "
+                f'with stage("{row.stage}").given(lengths=lengths)'
+            )
+        yield Loss(text, row.behind_us / 1e6, late or [row.slowest], share, advice)
+
+
+def _data_or_machine(row: StragglerRow) -> str:
+    """Return a sentence on how much of a lead is the data's, and how much the machine's."""
+    if row.data_us is None:
+        return f" Data or machine: {row.fitted}." if row.fitted not in ("", NO_WORK) else ""
+    data_us = min(max(row.data_us, 0.0), row.lead_us)
+    return (
+        f" It is last by {time_text(row.lead_us)}: {time_text(data_us)} are its data "
+        f"({row.tokens:.1f} times the tokens), {time_text(row.lead_us - data_us)} the machine."
+    )
 
 
 def idle_stages(report: Report) -> Iterator[Loss]:
@@ -401,14 +419,17 @@ def _calls(rollout: Rollout, name: str) -> str:
 
 @_of_trajectories
 def for_nothing(report: Report, rollout: Rollout) -> Iterator[Loss]:
-    rows = [row for row in rollout.statuses if not row.validate and row.status not in KEPT]
-    share = sum_of(rows, "share")
-    took = duration(sum_of(rows, "seconds"))
-    statuses = ", ".join(f"{row.trajectories} {row.status}" for row in rows[:4])
-    text = (
-        f"{share:.0%} of the trajectories' time ({took}) went into unused trajectories: {statuses}."
+    """Yield the time of trajectories that taught nothing."""
+    share = sum_of(rollout.nothing, "share")
+    took = duration(sum_of(rollout.nothing, "seconds"))
+    causes = ", ".join(
+        f"{row.share:.0%} {row.cause} ({row.trajectories})" for row in rollout.nothing[:4]
     )
-    yield Loss(text, share * rollout.wall_s, [], share)
+    text = f"{share:.0%} of the trajectories' time ({took}) taught nothing: {causes}."
+    advice = ""
+    if rollout.nothing and rollout.nothing[0].cause == EQUAL:
+        advice = "draw other prompts, or stop a group once its first samples agree"
+    yield Loss(text, share * rollout.wall_s, [], share, advice)
 
 
 @_of_trajectories

@@ -350,6 +350,12 @@ def summed(path: Iterable[PathRow]) -> list[PathRow]:
     return list(rows.values())
 
 
+def _without_rewards(report: Report) -> str:
+    if report.rollout is None or report.rollout.rewarded:
+        return ""
+    return "Without rewards, equal ones are unknown: made.add(reward=reward) in the trajectory."
+
+
 def _key(row: Any) -> str:
     return cause_key(getattr(row, "cause", "") or row.name)
 
@@ -403,6 +409,7 @@ _TABLES = (
         "Versions of the weights that generated the training trajectories.",
         field="versions",
     ),
+    Table("taught_nothing", _without_rewards, field="nothing"),
     Table("trajectory_statuses", most=100, field="statuses"),
     Table("trajectory_failures", most=100, field="failures"),
     Table(

@@ -92,9 +92,11 @@ _RECORDS = {
     },
     ("verl.workers.engine.fsdp.transformer_impl", EVERY): {
         "workers:hook_fsdp_engine": "micro-batches of FSDP engines",
+        "workers:hook_work": "the work of FSDP engines' batches",
         "workers:hook_offloading": "offloading of FSDP engines between host and device",
     },
     ("verl.workers.engine.megatron.transformer_impl", "megatron"): {
+        "workers:hook_work": "the work of Megatron engines' batches",
         "workers:hook_offloading": "offloading of Megatron engines between host and device",
     },
     ("verl.workers.rollout.vllm_rollout.vllm_async_server", "vllm"): {

@@ -42,15 +42,18 @@ WORKER_SYNC_STAGES = {
     ("rollout", "resume"): "resume",
 }
 
-# Stage names by method of any worker.
-CHECKPOINTS = {name: name for name in ("save_checkpoint", "load_checkpoint")}
+_CHECKPOINTS = {name: name for name in ("save_checkpoint", "load_checkpoint")}
 
-# Stage names by method of `ActorRolloutRefWorker`: those that take a batch, and others.
-ACTOR_STAGES = {"compute_ref_log_prob": "ref_log_prob", "update_actor": "update_actor"}
-OTHER_ACTOR_STAGES = {"update_weights": "update_weights", **CHECKPOINTS}
+# Stage names by method of `ActorRolloutRefWorker`.
+ACTOR_STAGES = {
+    "compute_ref_log_prob": "ref_log_prob",
+    "update_actor": "update_actor",
+    "update_weights": "update_weights",
+    **_CHECKPOINTS,
+}
 
-# Stage names by method of a critic's `TrainingWorker` that takes a batch.
-CRITIC_STAGES = {"infer_batch": "values", "train_mini_batch": "update_critic"}
+# Stage names by method of a critic's `TrainingWorker`.
+CRITIC_STAGES = {"infer_batch": "values", "train_mini_batch": "update_critic", **_CHECKPOINTS}
 
 # Stage names by function of an engine's module; `{}` is `fsdp` or `megatron`.
 OFFLOADING = {

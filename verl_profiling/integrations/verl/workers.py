@@ -16,14 +16,12 @@ from typing import Any
 
 from verl_profiling import clock
 from verl_profiling.capture.session import process_session, stage
-from verl_profiling.capture.stage import LONG_NS, SpanLog, add_micro_batches
+from verl_profiling.capture.stage import LONG_NS, SpanLog, add_work
 from verl_profiling.integrations.hooks import mark, misfits, wrap
 from verl_profiling.integrations.verl.versions_and_stages import (
     ACTOR_STAGES,
-    CHECKPOINTS,
     CRITIC_STAGES,
     OFFLOADING,
-    OTHER_ACTOR_STAGES,
     WORKER_SYNC_STAGES,
 )
 from verl_profiling.settings.config import ProfilingConfig
@@ -61,13 +59,9 @@ def hook_stages(module: Any) -> None:
     """
     actor, training = module.ActorRolloutRefWorker, module.TrainingWorker
     for name, stage_name in ACTOR_STAGES.items():
-        wrap(actor, name, partial(_batch_stage, stage_name))
-    for name, stage_name in OTHER_ACTOR_STAGES.items():
         mark(actor, name, partial(stage, stage_name))
     wrap(actor, "compute_log_prob", _log_prob_stage)
     for name, stage_name in CRITIC_STAGES.items():
-        wrap(training, name, partial(_critic_batch_stage, stage_name))
-    for name, stage_name in CHECKPOINTS.items():
         wrap(training, name, partial(_critic_stage, stage_name))
     wrap(training, "train_batch", _counted_mini_batch)
 
@@ -84,29 +78,31 @@ def hook_offloading(module: Any) -> None:
         mark(module, name.format(framework), partial(stage, stage_name))
 
 
+def hook_work(module: Any) -> None:
+    """Add the work of an engine's batches to the stages around them.
+
+    Not in the methods of workers, which may get the keys of a batch in place of its tensors.
+    """
+    wrap(module, "prepare_micro_batches", _with_work)
+
+
+def _with_work(prepare: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
+    prepared = prepare(data, *args, **kwargs)
+    if process_session().log is not None:
+        add_work({"micro_batches": len(prepared[0])}, _Lengths(data))
+    return prepared
+
+
 def _marked_micro_batches(prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     prepared = prepare(*args, **kwargs)
-    micro_batches, *rest = prepared
-    add_micro_batches(len(micro_batches))
     if not process_session().recording:
         return prepared
+    micro_batches, *rest = prepared
     return _MarkedMicroBatches(micro_batches), *rest
 
 
-class _MarkedMicroBatches(list[Any]):
-    """A list of micro-batches; each iteration
-    of a loop over the list is a stage ``micro_batch``.
-    """
-
-    def __iter__(self) -> Iterator[Any]:
-        micro_batch = stage("micro_batch")
-        for item in super().__iter__():
-            with micro_batch:
-                yield item
-
-
 class _Lengths:
-    """Lengths of the sequences of a batch, which are read only if the stage is recorded."""
+    """Lengths of the sequences of a batch, which are read only if a stage is recorded."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
@@ -124,18 +120,24 @@ class _Lengths:
         return as_list
 
 
-def _batch_stage(name: str, method: Callable[..., Any], self: Any, data: Any) -> Any:
-    """Mark a method as a stage with the work of its batch."""
-    with stage(name).given(lengths=_Lengths(data)):
-        return method(self, data)
+class _MarkedMicroBatches(list[Any]):
+    """A list of micro-batches; each iteration
+    of a loop over the list is a stage ``micro_batch``.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        micro_batch = stage("micro_batch")
+        for item in super().__iter__():
+            with micro_batch.given(lengths=_Lengths(item)):
+                yield item
 
 
 def _log_prob_stage(compute_log_prob: Callable[..., Any], self: Any, data: Any) -> Any:
     """Mark ``ref_log_prob`` if the batch is computed without the LoRA adapter,
     else ``old_log_prob``.
     """
-    name = "ref_log_prob" if _without_adapter(data) else "old_log_prob"
-    return _batch_stage(name, compute_log_prob, self, data)
+    with stage("ref_log_prob" if _without_adapter(data) else "old_log_prob"):
+        return compute_log_prob(self, data)
 
 
 def _without_adapter(data: Any) -> bool:
@@ -163,18 +165,12 @@ def _critic_stage(
         return method(self, *args, **kwargs)
 
 
-def _critic_batch_stage(name: str, method: Callable[..., Any], self: Any, data: Any) -> Any:
-    """The same for a method with a batch, whose work is recorded."""
-    if self.config.model_type != _CRITIC_MODEL:
-        return method(self, data)
-    return _batch_stage(name, method, self, data)
-
-
-def _counted_mini_batch(train_batch: Callable[..., Any], self: Any, data: Any) -> Any:
+def _counted_mini_batch(train_batch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Mark a mini-batch as a stage, and count it for the ``mini_batches`` window
     of the ``torch`` tool.
     """
-    output = _batch_stage("mini_batch", train_batch, self, data)
+    with stage("mini_batch"):
+        output = train_batch(*args, **kwargs)
     process_session().step()
     return output
 
