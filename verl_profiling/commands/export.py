@@ -27,8 +27,7 @@ from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.files.trajectory_log import Fact, SpanRecord, TrajectoryLog
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Manifest, Request, StageSpan, StepSpan
-from verl_profiling.steps.nesting import stages_by_row
-from verl_profiling.steps.records import read_logs
+from verl_profiling.steps.nesting import read_logs, stages_by_row
 from verl_profiling.steps.requests import joined, requests_by_id
 
 if TYPE_CHECKING:

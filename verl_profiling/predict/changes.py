@@ -26,7 +26,8 @@ from verl_profiling.predict.kernels import KERNEL
 from verl_profiling.predict.replay import Replay, replay
 from verl_profiling.predict.segments import LAG_BY, WORK, Graph
 from verl_profiling.slices.intervals import length, time_of
-from verl_profiling.steps.records import LOOP_LAG, OTHERS, UNKNOWN
+from verl_profiling.steps.nesting import UNKNOWN
+from verl_profiling.steps.records import LOOP_LAG, OTHERS
 from verl_profiling.steps.requests import VALIDATE
 from verl_profiling.units import duration
 

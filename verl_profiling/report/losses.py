@@ -25,6 +25,7 @@ from verl_profiling.numbers.work import NO_WORK
 from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import counted
 from verl_profiling.slices.intervals import grouped
+from verl_profiling.steps.nesting import UNKNOWN
 from verl_profiling.steps.records import (
     BEFORE,
     FROM_THE_ENGINE,
@@ -32,7 +33,6 @@ from verl_profiling.steps.records import (
     OWN_CODE,
     TO_THE_ENGINE,
     UNEXPLAINED,
-    UNKNOWN,
 )
 from verl_profiling.units import duration, listed
 

@@ -18,7 +18,8 @@ import msgspec
 from verl_profiling.numbers.columns import OTHER_RANKS, CauseRow, HelpRow, PathRow, Rollout, added
 from verl_profiling.numbers.lost import CAUSES, cause_name
 from verl_profiling.report.model import Report
-from verl_profiling.steps.records import LOOP_LAG, UNKNOWN
+from verl_profiling.steps.nesting import UNKNOWN
+from verl_profiling.steps.records import LOOP_LAG
 from verl_profiling.units import byte_size, duration, three_digits, visible
 
 _STAGES = (

@@ -1,18 +1,107 @@
-"""Rows for spans that nest or overlap, as pictures and graphs need them."""
+"""Nested spans: reads those of trajectory logs, and puts spans into rows for pictures."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
-from verl_profiling.files.trajectory_log import SpanRecord, TrajectoryRecord
-from verl_profiling.manifest import StageSpan
+import msgspec
+
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.files.trajectory_log import (
+    NO_SPAN,
+    Block,
+    LaterStatuses,
+    SpanRecord,
+    TrajectoryLog,
+    TrajectoryRecord,
+    last_status,
+    later_statuses,
+    read_log,
+)
+from verl_profiling.manifest import MOST_NESTED, StageSpan
+from verl_profiling.steps.cluster import results
+from verl_profiling.steps.content import Limits
+from verl_profiling.steps.step import Source, StepInputs
+
+UNKNOWN = "unknown"
+"""Name of a block without a stack sample."""
 
 _MOST_ROWS = 64  # of stages, or of the spans of a trajectory
-
-
 _Span = TypeVar("_Span", bound=StageSpan | TrajectoryRecord | SpanRecord)
+
+
+def statuses_of(inputs: StepInputs) -> LaterStatuses:
+    """Return the last status changes in all trajectory logs of a step."""
+    latest: LaterStatuses = {}
+    calls = [(partial(_statuses_in, source), [source]) for source in inputs.logs]
+    for statuses in results(calls, inputs.ray):
+        if not isinstance(statuses, TraceFormatError):
+            for key, new in statuses.items():
+                latest[key] = max(latest.get(key, new), new)
+    return latest
+
+
+def read_logs(inputs: StepInputs) -> Iterator[tuple[Source, TrajectoryLog | None, list[str]]]:
+    """Yield the logs of a step, sorted by lane, with one log in memory at a time.
+
+    Each item has the source, the log from :func:`linked_log` (``None`` if unreadable), and
+    sentences on unreadable or unrecorded parts. Statuses are the latest in any log of the step.
+    """
+    statuses = statuses_of(inputs)
+    calls = [(partial(linked_log, log, inputs.limits, statuses), [log]) for log in inputs.logs]
+    for source, log in zip(inputs.logs, results(calls, inputs.ray), strict=True):
+        if isinstance(log, TraceFormatError):
+            yield source, None, [str(log)]
+        else:
+            yield source, log, [f"{source.path.name}: {problem}" for problem in log.problems]
+
+
+def linked_log(source: Source, limits: Limits, statuses: LaterStatuses) -> TrajectoryLog:
+    """Read one trajectory log; sort parents before children, and drop links between trajectories.
+
+    A span without a recorded trajectory becomes a span outside trajectories. Unrecorded parents are
+    left out. Spans below the deepest level (``MOST_NESTED``) are children of the span above that
+    level.
+
+    Raises:
+        TraceFormatError: The file is not a trajectory log, or cannot be read.
+    """
+    log = read_log(source.file, limits.reached)
+    for place, trajectory in enumerate(log.trajectories):
+        if (status := last_status(trajectory, statuses)) != trajectory.status:
+            log.trajectories[place] = msgspec.structs.replace(trajectory, status=status)
+    recorded = {trajectory.id for trajectory in log.trajectories}
+    spans: dict[int, SpanRecord] = {}
+    depths = {NO_SPAN: 0}
+    for span in sorted(log.spans, key=lambda span: span.id):
+        owner = span.trajectory if span.trajectory in recorded else NO_SPAN
+        around = spans.get(span.parent)
+        parent = span.parent if around is not None and around.trajectory == owner else NO_SPAN
+        if depths[parent] == MOST_NESTED:
+            parent = spans[parent].parent
+        depths[span.id] = depths[parent] + 1
+        if (owner, parent) != (span.trajectory, span.parent):
+            span = msgspec.structs.replace(span, trajectory=owner, parent=parent)
+        spans[span.id] = span
+    log.spans = list(spans.values())
+    return log
+
+
+def _statuses_in(source: Source) -> LaterStatuses:
+    return later_statuses(source.file, source.offset_ns)
+
+
+def blocker(block: Block, names: Mapping[int, str]) -> str:
+    """Return the span that blocked an event loop, else the function.
+
+    Args:
+        block: The block.
+        names: Names of spans by their ids.
+    """
+    return (names.get(block.span) or block.function) if block.function else UNKNOWN
 
 
 def packed_rows(spans: Sequence[tuple[int, int]]) -> list[int]:

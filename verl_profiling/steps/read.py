@@ -20,8 +20,8 @@ from verl_profiling.steps.causes import Pieces, pieces_of
 from verl_profiling.steps.cluster import results
 from verl_profiling.steps.lane_events import LaneJob, LaneTraces, lane_job
 from verl_profiling.steps.lanes import Step
-from verl_profiling.steps.records import Records, read_logs
-from verl_profiling.steps.requests import requests_of
+from verl_profiling.steps.nesting import read_logs
+from verl_profiling.steps.records import Records, requests_of
 from verl_profiling.steps.step import Source, StepInputs
 
 Counts = dict[tuple[str, str], list[tuple[int, float]]]

@@ -1,39 +1,28 @@
-"""Reads the trajectory logs of a step, with statuses that were set later, into columns."""
+"""The trajectories of a step, and their spans as columns."""
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
-from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.trajectory_log import (
     NO_SPAN,
     Block,
-    LaterStatuses,
     SpanRecord,
     TrajectoryLog,
     TrajectoryRecord,
-    last_status,
-    later_statuses,
-    read_log,
 )
-from verl_profiling.manifest import MOST_NESTED
-from verl_profiling.slices.intervals import (
-    Ints,
-)
-from verl_profiling.steps.cluster import results
-from verl_profiling.steps.content import Limits
-from verl_profiling.steps.step import Source, StepInputs
+from verl_profiling.manifest import Manifest, Request
+from verl_profiling.slices.intervals import Ints
+from verl_profiling.steps.nesting import blocker
+from verl_profiling.steps.requests import joined, requests_by_id
+from verl_profiling.steps.step import Source
 from verl_profiling.units import shortened
 
-UNKNOWN = "unknown"
-"""Name of a block without a stack sample."""
 OTHERS = "(all others)"
 """Common name of all spans beyond the first hundred names."""
 
@@ -56,67 +45,6 @@ CAUSE_NUMBERS = {name: number for number, name in enumerate(_CAUSES)}
 _RESERVED = {*_CAUSES} - {GENERATE}
 _WITH_ERROR = ("failed", "cancelled")
 _MOST_NAMES = 100  # of causes, if names of spans hold ids
-
-
-def statuses_of(inputs: StepInputs) -> LaterStatuses:
-    """Return the last status changes in all trajectory logs of a step."""
-    latest: LaterStatuses = {}
-    calls = [(partial(_statuses_in, source), [source]) for source in inputs.logs]
-    for statuses in results(calls, inputs.ray):
-        if not isinstance(statuses, TraceFormatError):
-            for key, new in statuses.items():
-                latest[key] = max(latest.get(key, new), new)
-    return latest
-
-
-def read_logs(inputs: StepInputs) -> Iterator[tuple[Source, TrajectoryLog | None, list[str]]]:
-    """Yield the logs of a step, sorted by lane, with one log in memory at a time.
-
-    Each item has the source, the log from :func:`linked_log` (``None`` if unreadable), and
-    sentences on unreadable or unrecorded parts. Statuses are the latest in any log of the step.
-    """
-    statuses = statuses_of(inputs)
-    calls = [(partial(linked_log, log, inputs.limits, statuses), [log]) for log in inputs.logs]
-    for source, log in zip(inputs.logs, results(calls, inputs.ray), strict=True):
-        if isinstance(log, TraceFormatError):
-            yield source, None, [str(log)]
-        else:
-            yield source, log, [f"{source.path.name}: {problem}" for problem in log.problems]
-
-
-def linked_log(source: Source, limits: Limits, statuses: LaterStatuses) -> TrajectoryLog:
-    """Read one trajectory log; sort parents before children, and drop links between trajectories.
-
-    A span without a recorded trajectory becomes a span outside trajectories. Unrecorded parents are
-    left out. Spans below the deepest level (``MOST_NESTED``) are children of the span above that
-    level.
-
-    Raises:
-        TraceFormatError: The file is not a trajectory log, or cannot be read.
-    """
-    log = read_log(source.file, limits.reached)
-    for place, trajectory in enumerate(log.trajectories):
-        if (status := last_status(trajectory, statuses)) != trajectory.status:
-            log.trajectories[place] = msgspec.structs.replace(trajectory, status=status)
-    recorded = {trajectory.id for trajectory in log.trajectories}
-    spans: dict[int, SpanRecord] = {}
-    depths = {NO_SPAN: 0}
-    for span in sorted(log.spans, key=lambda span: span.id):
-        owner = span.trajectory if span.trajectory in recorded else NO_SPAN
-        around = spans.get(span.parent)
-        parent = span.parent if around is not None and around.trajectory == owner else NO_SPAN
-        if depths[parent] == MOST_NESTED:
-            parent = spans[parent].parent
-        depths[span.id] = depths[parent] + 1
-        if (owner, parent) != (span.trajectory, span.parent):
-            span = msgspec.structs.replace(span, trajectory=owner, parent=parent)
-        spans[span.id] = span
-    log.spans = list(spans.values())
-    return log
-
-
-def _statuses_in(source: Source) -> LaterStatuses:
-    return later_statuses(source.file, source.offset_ns)
 
 
 class Trajectory(NamedTuple):
@@ -359,16 +287,6 @@ class Records:
         self._blocks.append(np.array(rows, dtype=np.int64).reshape(-1, 5))
 
 
-def blocker(block: Block, names: Mapping[int, str]) -> str:
-    """Return the span that blocked an event loop, else the function.
-
-    Args:
-        block: The block.
-        names: Names of spans by their ids.
-    """
-    return (names.get(block.span) or block.function) if block.function else UNKNOWN
-
-
 def _failed_in(log: TrajectoryLog) -> dict[int, str]:
     """Return the span of each failure: the last span that raised, else the last unfinished one."""
     last: dict[int, SpanRecord | None] = {}
@@ -384,3 +302,14 @@ def _failed_in(log: TrajectoryLog) -> dict[int, str]:
 
 def _failed_last(span: SpanRecord) -> tuple[bool, int, int]:
     return span.failed, span.begin_ns, span.id
+
+
+def requests_of(records: Records, manifest: Manifest) -> dict[int, Request]:
+    """Return the engine's request of each ``generate`` span, by the number of the span."""
+    spans = records.spans
+    generates = (
+        (number, id, int(spans.begin[number]), int(spans.end[number]))
+        for number, id in records.requests.items()
+        if records.names[spans.name[number]] == GENERATE
+    )
+    return joined(generates, requests_by_id(manifest))

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from verl_profiling.manifest import Manifest, Request
-from verl_profiling.steps.records import GENERATE, Records
 
 
 def requests_by_id(manifest: Manifest) -> dict[str, list[Request]]:
@@ -143,14 +142,3 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int | None
     failed: bool
     validate: bool = False
-
-
-def requests_of(records: Records, manifest: Manifest) -> dict[int, Request]:
-    """Return the engine's request of each ``generate`` span, by the number of the span."""
-    spans = records.spans
-    generates = (
-        (number, id, int(spans.begin[number]), int(spans.end[number]))
-        for number, id in records.requests.items()
-        if records.names[spans.name[number]] == GENERATE
-    )
-    return joined(generates, requests_by_id(manifest))

@@ -29,8 +29,7 @@ from verl_profiling.files.trajectory_log import (
 )
 from verl_profiling.manifest import Request
 from verl_profiling.steps.content import Limits
-from verl_profiling.steps.nesting import nested_rows, packed_rows
-from verl_profiling.steps.records import blocker, linked_log
+from verl_profiling.steps.nesting import blocker, linked_log, nested_rows, packed_rows
 from verl_profiling.steps.requests import joined
 from verl_profiling.steps.step import Keep, Source
 from verl_profiling.steps.trace import Event, Trace
