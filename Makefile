@@ -10,6 +10,7 @@ APART := vllm or sglang or npu or megatron or gpu or verl or truth or trl or are
 BROWSER := tests/browser/node_modules
 DEMO := outputs/demo
 PEERS := outputs/peers
+COMPATIBILITY := outputs/compatibility
 DEMO_ENV := $(if $(filter transformers,$(ENGINE)),.venv,.venv-$(ENGINE))
 # SGLang imports packages that have no CPU wheel: see recipes/sglang_cpu.
 DEMO_PYTHON := $(if $(filter sglang,$(ENGINE)),PYTHONPATH=$(CURDIR)/recipes/sglang_cpu) $(DEMO_ENV)/bin/python
@@ -25,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge idle-judge hang-judge what-if-judge work-judge savings-judge clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-newest test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge idle-judge hang-judge what-if-judge work-judge savings-judge clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +66,13 @@ env: .venv/.ready ## Build the environment for development (.venv)
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/pip install -r requirements/torch-cpu.txt
 	$(@D)/bin/pip install -c requirements/torch-cpu.txt -r requirements/test.txt -e '.[train,view,tensorboard,test]'
+	touch $@
+
+# torch as its index has it, not the build for CPU that the other environments share.
+.venv-newest/.ready: setup.cfg requirements/newest.txt requirements/newest-no-deps.txt
+	$(PYTHON) -m venv --clear .venv-newest
+	.venv-newest/bin/pip install -r requirements/newest.txt -e '.[train,view,tensorboard,test]'
+	.venv-newest/bin/pip install --no-deps -r requirements/newest-no-deps.txt
 	touch $@
 
 # Without torch: HTA needs none, and neither does the report. It imports nothing of its jupyterlab.
@@ -126,6 +134,7 @@ gpu_TESTS := tests/gpu
 npu-device_TESTS := tests/npu/test_device.py
 areal_TESTS := tests/integrations/test_areal.py
 trl_TESTS := tests/integrations/test_trl.py
+newest_TESTS := tests/test_analysis.py tests/timeline/test_one_step.py tests/settings tests/capture tests/tools tests/workers tests/engines tests/integrations tests/recipes
 npu_TESTS := tests/tools/test_npu.py tests/tools/test_precision.py tests/engines/test_ascend.py
 
 test-gpu: .venv-gpu/.ready ## Run the tests that need a CUDA device, and print what to send back
@@ -144,6 +153,15 @@ verification: ## Run the suites behind the README's table, and print what was ve
 	done
 	.venv/bin/python -m tests.verification outputs/verification/*.xml
 
+# Apart from .ci/run, as new releases come when they come. Both parts run, whatever the first one finds.
+test-newest: .venv-newest/.ready .venv-sglang-newest/.ready ## Run real suites on the newest torch, transformers, pandas, omegaconf, MLflow and SGLang (half an hour, 9 GB)
+	mkdir -p $(COMPATIBILITY)
+	-.venv-newest/bin/python -m pytest -m "not ($(APART))" $(newest_TESTS) --junitxml=$(COMPATIBILITY)/newest.xml $(PYTEST_ARGS)
+	-.venv-sglang-newest/bin/python -m pytest -m sglang tests/engines --junitxml=$(COMPATIBILITY)/sglang-newest.xml $(PYTEST_ARGS)
+	failed=0; for suite in newest sglang-newest; do \
+	  .venv-$$suite/bin/python -m tests.compatibility $$suite $(COMPATIBILITY)/$$suite.xml || failed=1; \
+	done; exit $$failed
+
 test-engines: .venv/.ready .venv-vllm/.ready .venv-sglang/.ready ## Test every engine x version x case
 	failed=0; \
 	for engine in vllm sglang; do \
@@ -154,7 +172,9 @@ test-engines: .venv/.ready .venv-vllm/.ready .venv-sglang/.ready ## Test every e
 	exit $$failed
 
 test-releases: .venv/.ready ## Hold the adapters against releases that are not installed: downloads their wheels
-	.venv/bin/python -m pytest -m "releases and not verl" tests/engines $(PYTEST_ARGS)
+	mkdir -p $(COMPATIBILITY)
+	-.venv/bin/python -m pytest -m "releases and not verl" tests/engines --junitxml=$(COMPATIBILITY)/releases.xml $(PYTEST_ARGS)
+	.venv/bin/python -m tests.compatibility releases $(COMPATIBILITY)/releases.xml
 	if [ -e .venv-verl/.ready ]; then \
 	  .venv-verl/bin/python -m pytest -m "releases and verl" $(verl_TESTS) $(PYTEST_ARGS); \
 	fi

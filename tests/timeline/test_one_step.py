@@ -166,6 +166,21 @@ def test_trackers_get_each_step_under_its_number(
     assert [data["profiling/tokens_per_s"] for data in file.logged.values()] == [100.0, 320.0]
 
 
+def test_mlflow_takes_the_numbers_of_each_step(tmp_path: Path) -> None:
+    """Real MLflow: it refuses names with other characters than its own."""
+    mlflow = pytest.importorskip("mlflow")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mlflow.db'}")
+
+    class Tracker:
+        def log(self, data: dict[str, float], step: int) -> None:
+            mlflow.log_metrics(data, step=step)
+
+    with mlflow.start_run() as run:
+        log_reports({"mlflow": Tracker()}, capture(tmp_path).parent, 5)
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "profiling/step_s")
+    assert {metric.step: metric.value for metric in history} == {2: 5.0, 3: 2.0}
+
+
 def test_a_continuous_capture_is_compared_step_by_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

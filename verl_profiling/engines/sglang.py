@@ -36,7 +36,7 @@ from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.groups import RolloutOptions
 from verl_profiling.tools.base import Tool
 
-_PATCHES = "_apply_patches"  # SGLang up to 0.5.23, the last that was read, calls it in torch_npu
+_PATCHES = "_apply_patches"  # SGLang before 0.5.23 calls it in torch_npu; later ones need none
 _NOT_RECORDING = "not in progress"
 _KEY_NEEDED = (
     "; the server asks for an API key, and captures send none: pass its Engine or tokenizer "
@@ -231,7 +231,7 @@ def _check_sglang_reaches_torch_npu() -> None:
     """
     torch_npu = sys.modules.get("torch_npu")
     if not (
-        torch_npu is None or hasattr(torch_npu, _PATCHES) or at_least("sglang", "0.5.24", True)
+        torch_npu is None or hasattr(torch_npu, _PATCHES) or at_least("sglang", "0.5.23", True)
     ):
         raise ToolUnavailableError(
             f"init_capture: SGLang {metadata.version('sglang')} starts torch_npu's profiler by "
