@@ -93,7 +93,7 @@ class Controller:
         if self.last is not None and not self.last.around:
             self._end_after()
             clock.follow()
-        if self.watch is not None:
+        if self.watch is not None and self.watch.step is not None:
             self.stages.end_watched_step(self.watch)
         action = self._scheduled(step)
         decision = None

@@ -215,7 +215,8 @@ class LoopStages:
 
     def begin_rollout(self, log: SpanLog) -> None:
         """Begin the stage ``rollout`` in a log."""
-        self._end(failed=False)
+        if self.rollout is not None:
+            self._end(failed=False)
         self.rollout = log.begin(ROLLOUT)
 
     def end_rollout(self, failed: bool = False) -> None:
@@ -272,7 +273,7 @@ class LoopStages:
 
     def end_watched_step(self, watch: Watch) -> None:
         """End the step for the watch, and with the step an open rollout of the loop itself."""
-        if watch.step is not None:
+        if watch.step is not None and self.rollout is not None:
             self.end_rollout(failed=True)
         watch.step_ends()
 

@@ -16,6 +16,7 @@ from concurrent.futures import wait
 from contextlib import suppress
 from itertools import groupby
 from math import inf
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from verl_profiling.watch.collectives import RecorderReading, with_lateness
 from verl_profiling.watch.exposed import exposed_in
 from verl_profiling.watch.idle import idle_in, made_in
 from verl_profiling.watch.savings import times_in
-from verl_profiling.watch.sinks import Listener, log_listeners
+from verl_profiling.watch.sinks import Listener, Log, logs_of
 from verl_profiling.watch.step_slices import StepSlices
 from verl_profiling.watch.sums import STAGES_OF_A_STEP, StageSums, WatchQuestion, WatchReading
 
@@ -98,7 +99,7 @@ class Watch:
         self.hangs: HangWatch | None = None
         self._ranks: RankSummaries | None = None
         self.who = LOOP
-        self._log: list[Listener] = []
+        self._logs: list[Log] = []
         self.step: StepSummary | None = None
         self._ended: deque[StepSummary] = deque(maxlen=max(options.steps, MOST_WAITING))
         self._left_out = 0
@@ -130,8 +131,8 @@ class Watch:
 
     def log_into(self, run: Path) -> None:
         """Write the summaries into the run's folder until training ends."""
-        self._log = self._log or log_listeners(run, self.options.sinks or ())
-        self.hangs = HangWatch(self, run / "hangs", self._log[0])
+        self._logs = self._logs or logs_of(run, self.options.sinks or ())
+        self.hangs = HangWatch(self, run / "hangs", self._logs[0])
 
     def step_begins(self, step: int, policy_version: int | None = None) -> None:
         """Record the begin of a step and the end of the previous step."""
@@ -151,7 +152,8 @@ class Watch:
 
     def takes(self, metrics: Mapping[str, Any] | None) -> None:
         """Note the metrics ``samples`` and ``tokens`` of the open step: what the training took."""
-        if self.step is None or not isinstance(metrics, Mapping):
+        # An abstract class is slow to ask, in a hook of every step.
+        if self.step is None or not isinstance(metrics, (dict, Mapping)):
             return
         taken = {name: metrics[name] for name in ("samples", "tokens") if name in metrics}
         if taken:
@@ -191,7 +193,7 @@ class Watch:
             self.hangs.end()
         self._ranks = self.hangs = None
         self._until_s = inf
-        self._log = []
+        self._logs = []
 
     def read(self) -> None:
         """Read the workers, and summarize the ended steps, on the background thread."""
@@ -246,13 +248,19 @@ class Watch:
             self.summaries.append(summary)
             if self.options.trigger is not None:
                 self.recorders.follow(summary)
-            for listener in [*self.listeners, *self._log]:  # what the first one adds is logged
-                try:
-                    listener(summary)
-                except Exception as error:  # an error of a listener does not stop the watch
-                    self._say_once(id(listener), summary.step, error)
+            for listener in [*self.listeners]:
+                self._pass_to(listener, summary)
+        if summaries:
+            for log in self._logs:  # what the listeners added is logged
+                self._pass_to(log, *summaries)
         if self._ranks is not None and self._ranks.leads:
             self._ranks.request_collectives(self.recorders.due)
+
+    def _pass_to(self, listener: Log, *summaries: StepSummary) -> None:
+        try:
+            listener(*summaries)
+        except Exception as error:  # an error of a listener does not stop the watch
+            self._say_once(id(listener), summaries[0].step, error)
 
     def _read(self, steps: Sequence[StepSummary], left_s: Callable[[], float]) -> None:
         """Read the stages of the loop and of the workers into the steps."""
@@ -276,7 +284,7 @@ class Watch:
 
 
 def _lanes(summary: StepSummary) -> tuple[tuple[str, ...], list[str]]:
-    return summary.background, [use.lane for use in summary.processes]
+    return summary.background, [*map(attrgetter("lane"), summary.processes)]
 
 
 def judge(summaries: Sequence[StepSummary], has_workers: bool, roles: Collection[str] = ()) -> None:
@@ -343,8 +351,9 @@ class WatchedWorkers:
             if any(call.error is not None for call in unread):
                 time.sleep(_RESTART_PAUSE_S)
         ordered = sorted(uses.values(), key=_order_of)
-        for at, step in enumerate(steps):
-            step.workers = [use for _, of_steps in ordered if (use := of_steps[at]) is not None]
+        by_step = zip(*[of_steps for _, of_steps in ordered], strict=True)
+        for step, workers in zip(steps, by_step, strict=False):  # without a reply there is none
+            step.workers = [*filter(None, workers)]
 
     def _offsets_ns(self) -> dict[str, int]:
         offsets_ns = {clock.domain(): 0}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from struct import iter_unpack
@@ -310,29 +309,32 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def add_up(self) -> None:
         """Set ``memory``, ``spans`` and ``counts`` to the sums over the processes."""
+        processes = self.processes
         roles: dict[str, list[RankUse]] = {}
-        counts = Counter[str]()
-        for process in self.processes:
+        for process in processes:
             roles.setdefault(process.role, []).append(process)
-            if process.counts:
-                counts.update(process.counts)
-        self.counts = dict(counts)
         self.memory = [_memory(role, uses) for role, uses in roles.items()]
-        self.spans = _spans(self.processes)
+        counts: dict[str, float] = {}
+        for of_process in filter(None, map(attrgetter("counts"), processes)):
+            for name, value in of_process.items():
+                counts[name] = counts.get(name, 0) + value
+        self.counts = counts
+        self.spans = _spans([*filter(attrgetter("spans"), processes)])
 
 
 def _memory(role: str, uses: Sequence[RankUse]) -> RoleMemory:
     """Return the memory of the processes of a role."""
-    peaks = [use.peak_bytes or 0 for use in uses]
-    held = max([use.held_bytes or 0 for use in uses])
-    memory = RoleMemory(role=role, processes=len(uses), held_bytes=held or None)
-    if peak := max(peaks):
-        memory.lane, memory.peak_bytes = uses[peaks.index(peak)].lane, peak
+    memory = RoleMemory(role=role, processes=len(uses))
+    peaks = [*map(attrgetter("peak_bytes"), uses)]
+    memory.peak_bytes = max(filter(None, peaks), default=None)
+    if memory.peak_bytes is not None:
+        memory.lane = uses[peaks.index(memory.peak_bytes)].lane
+    memory.held_bytes = max(filter(None, map(attrgetter("held_bytes"), uses)), default=None)
     return memory
 
 
 def _spans(processes: Sequence[RankUse]) -> list[SpanTotal]:
-    """Return the spans of all processes, the longest first; at most :data:`MOST_SPANS`.
+    """Return the spans of processes, the longest first; at most :data:`MOST_SPANS`.
 
     If two roles have spans of one name, the name of the second role is appended. For example,
     ``reward`` of an agent loop is the wait for ``reward (reward)`` of a scoring process.

@@ -14,6 +14,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -97,7 +98,7 @@ def with_lateness(summary: StepSummary) -> StepSummary:
     its entry. Only groups of all processes of a role count: another process may have been later.
     """
     processes = summary.processes
-    if not any(use.collectives for use in processes):
+    if not any(map(attrgetter("collectives"), processes)):
         return summary
     late: dict[str, Counter[str]] = {}
     for role in {use.role for use in processes} - {ROLLOUT_ROLE}:

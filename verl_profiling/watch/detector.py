@@ -19,9 +19,17 @@ from verl_profiling.settings.groups import Anomaly
 from verl_profiling.shifts import LEAST_S, MATTERS, Series
 from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.units import byte_size, duration
-from verl_profiling.watch.span_causes import explained, with_span
-from verl_profiling.watch.span_past import NEWS, SpanKey, SpanPast, by_role, worker_role
-from verl_profiling.watch.suspicion import Suspicion, healthiest
+from verl_profiling.watch.suspicion import (
+    NEWS,
+    SpanKey,
+    SpanPast,
+    Suspicion,
+    by_role,
+    explained,
+    healthiest,
+    with_span,
+    worker_role,
+)
 
 LONG_S, LONG = 30.0, 3.0
 """Minimum excess of a single slow step over the median, in seconds,

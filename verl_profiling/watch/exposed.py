@@ -3,17 +3,142 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from verl_profiling.files.step_summary import ExposedStage, StepSummary
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.slices.slices import Floats, Slices, joined
+from verl_profiling.slices.slices import Floats, Ints, Slices, joined
 from verl_profiling.trajectories.spans import TRAJECTORY
-from verl_profiling.watch.standing import TIED, Standing, compared
 from verl_profiling.watch.step_slices import StepSlices
+
+TIED = 0.05
+"""Tolerance, as a share of a stage's longest duration, within which processes count as tied."""
+
+LATE = 0.08
+"""Minimum lateness to collectives with which a process leads, as a share of the stage."""
+
+
+class Standing(NamedTuple):
+    """Comparison of the processes of one role in one stage of the loop.
+
+    Attributes:
+        role: The role.
+        lanes: Lanes of the role's processes.
+        durations: Nanoseconds that each process spent in the stage.
+        longest_ns: The longest of them.
+        leader: Lane of the process that was waited for; empty if unknown.
+        lead_ns: The leader's time in the stage minus the median of the others; 0 if the leader
+            waited for the others.
+        imbalance: Longest duration over the mean of all.
+        clear: Whether the others waited for the leader; also ``True`` for a single process.
+        ran: Names of the workers' own stages inside the loop's stage; empty for processes of the
+            loop.
+    """
+
+    role: str
+    lanes: Sequence[str]
+    durations: Floats
+    longest_ns: float
+    leader: str
+    lead_ns: int
+    imbalance: float
+    clear: bool
+    ran: tuple[str, ...] = ()
+
+    def by_lane(self) -> dict[str, float]:
+        """Return the durations (ns) by lane."""
+        return dict(zip(self.lanes, self.durations.tolist(), strict=True))
+
+    def unclear(self) -> Standing:
+        """Return the standing without a leader."""
+        return self._replace(leader="", lead_ns=0, clear=False)
+
+
+def compared(role: str, lanes: Sequence[str], slices: Slices, group: Ints) -> list[Standing]:
+    """Return the standing of a role's processes in each group of slices.
+
+    All ranks leave a collective together, and the rank that arrives first spends the most time in
+    it. So a rank whose stage ends together with the others' does not lead. The last rank to enter
+    leads, if known. Engines have no collectives.
+
+    Args:
+        role: Role of the processes.
+        lanes: Lanes of the processes.
+        slices: The slices, without overlap within a process.
+        group: Number of each slice's group, from 0.
+    """
+    many, groups = len(lanes), int(group.max(initial=-1)) + 1
+    place = group * many + slices.who
+    durations = np.bincount(place, slices.took, groups * many).reshape(groups, many).astype(float)
+    longest_ns = durations.max(axis=1)
+    if many == 1:
+        return [
+            Standing(role, lanes, took, longest, lanes[0], 0, 1.0, True)
+            for took, longest in zip(durations, longest_ns.tolist(), strict=True)
+        ]
+    last_ends = np.full(groups * many, -np.inf)
+    np.maximum.at(last_ends, place, slices.end)
+    ends = last_ends.reshape(groups, many)
+    tied_ns = TIED * longest_ns
+    near = ends >= (ends.max(axis=1) - tied_ns)[:, None]
+    leader = np.where(near, durations, -1.0).argmax(axis=1)
+    lead_ns = _leads(durations, leader)
+    clear = (near.sum(axis=1) == 1) & (lead_ns > tied_ns)
+    if role != ROLLOUT_ROLE:
+        clear &= _ended_last(ends, leader, lead_ns)
+    lead_ns = np.where(clear, lead_ns, 0.0)
+    work = durations
+    if slices.late.any():
+        lateness = np.zeros(groups * many)
+        np.maximum.at(lateness, place, slices.late)
+        work = durations.copy()
+        for row in range(groups):
+            late = lateness.reshape(groups, many)[row]
+            late_ns, least_ns = float(late.max()), LATE * float(longest_ns[row])
+            if late_ns > max(least_ns, lead_ns[row]):
+                leader[row] = late.argmax()
+                lead_ns[row] = late_ns - np.delete(late, leader[row]).max()
+                clear[row] = lead_ns[row] > least_ns
+                work[row] = max(0.0, float(longest_ns[row]) - late_ns) + late
+    ratios = np.maximum(many * work.max(axis=1) / np.maximum(work.sum(axis=1), 1.0), 1.0)
+    columns = (longest_ns, leader, np.round(lead_ns).astype(int), ratios, clear)
+    return [
+        Standing(role, lanes, took, longest, lanes[first], lead, ratio, is_clear)
+        for took, longest, first, lead, ratio, is_clear in zip(
+            durations, *[column.tolist() for column in columns], strict=True
+        )
+    ]
+
+
+def _leads(values: Floats, leader: Ints) -> Floats:
+    """Return each leader's value minus the median of the others in its row; at least 0."""
+    value = values[np.arange(leader.size), leader]
+    return np.asarray(np.maximum(value - _median_of_others(values, leader), 0.0))
+
+
+def _ended_last(ends: Floats, leader: Ints, lead_ns: Floats) -> NDArray[np.bool_]:
+    """Return whether each leader ended half of its lead or more after the median of the others, of
+    which some may not have run.
+    """
+    end = ends[np.arange(leader.size), leader]
+    return np.asarray(2 * (end - _median_of_others(ends, leader)) >= lead_ns)
+
+
+def _median_of_others(values: Floats, leader: Ints) -> Floats:
+    """Return the median of the finite values of each row without its leader; -inf without any."""
+    rows = np.arange(leader.size)
+    others = values.copy()
+    others[rows, leader] = -np.inf
+    others.sort(axis=1)
+    last = others.shape[1] - 1
+    middle = (others == -np.inf).sum(axis=1) + last  # twice the index
+    high = np.minimum((middle + 1) // 2, last)
+    return np.asarray((others[rows, middle // 2] + others[rows, high]) / 2)
 
 
 def exposed(summary: StepSummary, has_workers: bool = True) -> list[ExposedStage]:
@@ -120,13 +245,13 @@ def standings_in(
         each: dict[str, list[Standing]] = {}
         for name, standing in of_loop.items():
             stage = step, name
-            ordered = [standing._replace(clear=standing.clear and may_lead)]
+            ordered = [standing if may_lead else standing._replace(clear=False)]
             if stage in works:
-                slack_ns = TIED * float(standing.durations.sum())
+                slack_ns = TIED * standing.longest_ns
                 ordered = _by_path(works[stage], path_ns[stage], slack_ns)
-            each[name] = [
-                standing.unclear() if standing.role in unclear else standing for standing in ordered
-            ]
+            if unclear:
+                ordered = [work.unclear() if work.role in unclear else work for work in ordered]
+            each[name] = ordered
         found.append(each)
     return found
 
@@ -189,15 +314,17 @@ def _joined(parts: dict[str, Standing]) -> Standing:
     if not others:
         return first._replace(ran=names)
     totals: Floats = sum((part.durations for part in others), first.durations)
-    tied_ns = TIED * float(totals.max())
+    longest_ns = float(totals.max())
+    tied_ns = TIED * longest_ns
     most = max(
         parts.values(),
-        key=lambda part: (part.lead_ns if part.lead_ns > tied_ns else 0, part.durations.max()),
+        key=lambda part: (part.lead_ns if part.lead_ns > tied_ns else 0, part.longest_ns),
     )
-    longest_ns = float(totals.max())
-    uneven_ns = float(most.durations.max()) * (1.0 - 1.0 / most.imbalance)
+    uneven_ns = most.longest_ns * (1.0 - 1.0 / most.imbalance)
     imbalance = longest_ns / max(longest_ns - uneven_ns, 1.0)
-    return most._replace(durations=totals, imbalance=max(imbalance, 1.0), ran=names)
+    return most._replace(
+        durations=totals, longest_ns=longest_ns, imbalance=max(imbalance, 1.0), ran=names
+    )
 
 
 def _by_path(
@@ -207,10 +334,12 @@ def _by_path(
 
     If another role worked side by side with it, off the path, no process of the first role leads.
     """
+    if len(works) == 1:
+        return works
     first, *others = sorted(
-        works, key=lambda work: (path_ns[work.role], work.durations.max()), reverse=True
+        works, key=lambda work: (path_ns[work.role], work.longest_ns), reverse=True
     )
-    is_beside = any(work.durations.max() - path_ns[work.role] > slack_ns for work in others)
+    is_beside = any(work.longest_ns - path_ns[work.role] > slack_ns for work in others)
     return [first._replace(clear=first.clear and not is_beside), *others]
 
 
@@ -218,9 +347,10 @@ def _unclear_roles(summary: StepSummary) -> set[str]:
     """Return the roles of which no process leads: agent loops may have sent more to an engine, and
     without a stage may have kept the loop waiting.
     """
-    agents = [use for use in summary.workers if TRAJECTORY in [total.name for total in use.spans]]
+    with_spans = [use for use in summary.workers if use.spans]
+    agents = [use for use in with_spans if TRAJECTORY in [total.name for total in use.spans]]
     if any(not use.stages for use in agents):
         return {ROLLOUT_ROLE, *(use.role for use in summary.loop)}
-    if agents and any(use.has_spans for use in summary.workers if use.role == ROLLOUT_ROLE):
+    if agents and any(use.has_spans for use in with_spans if use.role == ROLLOUT_ROLE):
         return {ROLLOUT_ROLE}
     return set()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -12,9 +11,9 @@ import numpy as np
 from verl_profiling.files.step_summary import NO_REQUESTS, ROLLOUT, TRAINING, Idle, StepSummary
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import WAIT, WEIGHT_SYNC
-from verl_profiling.slices.slices import Floats, Ints, Slices
+from verl_profiling.slices.slices import Floats, Ints, Slices, joined
 from verl_profiling.trajectories.spans import TRAJECTORY
-from verl_profiling.watch.step_slices import StepSlices
+from verl_profiling.watch.step_slices import StepSlices, numbered
 
 _GENERATE = "generate"
 _NOT_TRAINING = (ROLLOUT_ROLE, "agent_loop", "reward", "rollouter")
@@ -27,28 +26,13 @@ _WAITS = 0.05
 """Share of a step from which a trainer waits for a rollout in the background."""
 
 
-class _Period(NamedTuple):
-    """A period of a cause.
-
-    Attributes:
-        name: The cause.
-        begin_ns: Begin, after the step began.
-        end_ns: End.
-        stage: The stage.
-    """
-
-    name: str
-    begin_ns: float
-    end_ns: float
-    stage: str
-
-
 def made_in(summary: StepSummary) -> tuple[int, int]:
     """Return the number of trajectories that ended in a step, and their tokens.
 
     Without trajectories, the first number is of engine requests.
     """
-    spans = [(use.role, one) for use in summary.processes for one in use.spans]
+    uses = [use for use in summary.processes if use.spans]
+    spans = [(use.role, one) for use in uses for one in use.spans]
     requests = sum(
         one.runs for role, one in spans if role == ROLLOUT_ROLE and one.name == _GENERATE
     )
@@ -75,8 +59,8 @@ def idle_in(slices: StepSlices, has_workers: bool) -> list[tuple[Idle | None, Id
     if len(first.loop) == 1 and not first.workers and not first.background:
         return [_alone(summary) for summary in summaries]
     sides = _Sides(slices)
-    trainers = _idle(slices, sides.training, sides.causes_of_training())
-    rollouts = _idle(slices, sides.rollout, sides.causes_of_rollout())
+    trainers = sides.idle(sides.training, sides.causes_of_training)
+    rollouts = sides.idle(sides.rollout, sides.causes_of_rollout)
     if first.background:
         rollouts = [*map(_not_both, trainers, rollouts)]
     return [*zip(trainers, rollouts, strict=True)]
@@ -104,6 +88,11 @@ class _Sides:
 
     def __init__(self, slices: StepSlices) -> None:
         self._slices = slices
+        table = ["", *map(_waited, slices.names), TRAINING, NO_REQUESTS, ROLLOUT]
+        self._causes, [_, *of_stages, training, no_requests, rollout] = numbered(table)
+        self._waited = np.array(of_stages, np.int64)
+        self._training = np.full_like(self._waited, training)
+        self._no_requests = np.where(self._waited == rollout, no_requests, self._waited)
         work, side = slices.workers, slices.whole_loop
         is_other = slices.in_roles(work, *_NOT_TRAINING)
         self._others = work.at(is_other)
@@ -125,76 +114,84 @@ class _Sides:
         return side.at(~slices.named(side, WEIGHT_SYNC)).flat()
 
     @cached_property
-    def _loop(self) -> list[_Period]:
+    def _loop(self) -> list[Slices]:
         """Periods of the loop's stages; those of stages in the background come first."""
         loop, background = self._slices.whole_loop, self._slices.summaries[0].background
-        in_background = self._slices.named(loop, *background)
-        return [*self._named(loop.at(in_background)), *self._named(loop.at(~in_background))]
+        is_in_background = self._slices.named(loop, *background)
+        return [self._periods(loop.at(rows)) for rows in (is_in_background, ~is_in_background)]
 
-    def causes_of_training(self) -> list[_Period]:
+    def causes_of_training(self) -> list[tuple[Ints, Slices]]:
         """Return what training may wait for."""
-        return [*self._named(self._others), *self._loop]
+        return [(self._waited, each) for each in (self._periods(self._others), *self._loop)]
 
-    def causes_of_rollout(self) -> list[_Period]:
+    def causes_of_rollout(self) -> list[tuple[Ints, Slices]]:
         """Return what the rollout may wait for."""
-        loop = [
-            period._replace(name=NO_REQUESTS) if period.name == ROLLOUT else period
-            for period in self._loop
-        ]
         slices, work = self._slices, self.training
         is_apart = slices.named(work, *_APART)
         trains = work.at(~is_apart)
         trains = trains._replace(name=slices.step(trains) * len(slices.names))
-        training = [period._replace(name=TRAINING) for period in self._named(trains)]
-        loop_apart = [period for period in self._loop if period.stage in _APART]
-        return [*loop, *training, *self._named(work.at(is_apart)), *loop_apart]
-
-    def _named(self, slices: Slices) -> list[_Period]:
-        """Return the periods in which any of the processes is in a stage, by stage."""
-        union = slices.by_name()
+        apart = slices.has_name(*_APART)
         return [
-            _Period(_waited(name), begin, end, name)
-            for (_, name), begin, end in zip(
-                self._slices.stages(union.name),
-                union.begin.tolist(),
-                union.end.tolist(),
-                strict=True,
-            )
+            *[(self._no_requests, loop) for loop in self._loop],
+            (self._training, self._periods(trains)),
+            (self._waited, self._periods(work.at(is_apart))),
+            *[(self._waited, loop.at(apart[loop.name])) for loop in self._loop],
         ]
+
+    def _periods(self, slices: Slices) -> Slices:
+        """Return the periods in which any of the processes is in a stage.
+
+        They are in order of their begins, as of several stages that are open at once, the one that
+        began last is the cause.
+        """
+        union = slices.by_name()
+        union = union._replace(name=union.name % max(len(self._slices.names), 1))
+        return union.at(np.argsort(union.begin, kind="stable"))
+
+    def idle(
+        self, busy: Slices, causes: Callable[[], list[tuple[Ints, Slices]]]
+    ) -> list[Idle | None]:
+        """Return the mean idle time in each step, and its largest cause, over the processes of busy
+        roles.
+
+        Args:
+            busy: The work of the processes, without overlap within a process.
+            causes: Returns periods of possible causes, and the cause of each stage; where periods
+                overlap, the last one counts.
+        """
+        slices = self._slices
+        if not busy.who.size:
+            return [None] * len(slices.summaries)
+        parts = [part._replace(name=cause_of[part.name]) for cause_of, part in causes()]
+        _, _, cause, begin, end, *_ = joined(parts)
+        cuts = np.unique(np.concatenate([begin, end, slices.begins, slices.ends]))
+        cause_of = np.zeros(cuts.size - 1, np.int64)
+        borders = np.searchsorted(cuts, (begin, end)).tolist()
+        for number, first, last in zip(cause.tolist(), *borders, strict=True):
+            cause_of[first:last] = number
+        step = np.searchsorted(slices.ends, cuts[:-1], side="right")
+        processes = _processes(slices, busy)
+        weight = np.minimum(busy.took / np.maximum(busy.end - busy.begin, 1.0), 1.0)
+        open_ns = np.diff(_since(busy.begin, weight, cuts) - _since(busy.end, weight, cuts))
+        idle_ns = np.diff(cuts) - open_ns / np.maximum(processes, 1)[step]
+        shape = len(slices.ends), len(self._causes)
+        total_ns = np.bincount(step * shape[1] + cause_of, idle_ns, shape[0] * shape[1])
+        step_ns = slices.ends - slices.begins
+        shares = total_ns.reshape(shape) / np.maximum(step_ns, 1)[:, None]
+        is_known = ((processes > 0) & (step_ns > 0)).tolist()
+        largest = map(self._largest, shares.tolist())
+        return [idle if known else None for idle, known in zip(largest, is_known, strict=True)]
+
+    def _largest(self, shares: list[float]) -> Idle:
+        """Return the idle time of all causes, as shares of a step, and the largest of them."""
+        most = max(shares)
+        return Idle(_rounded(sum(shares)), self._causes[shares.index(most)], _rounded(most))
 
 
 def _waited(stage: str) -> str:
     """Return the name of what is waited for in a stage."""
     name = stage.removeprefix(WAIT)
     return ROLLOUT if name == _GENERATE else name
-
-
-def _idle(slices: StepSlices, busy: Slices, causes: Sequence[_Period]) -> list[Idle | None]:
-    """Return the mean idle time in each step, and its largest cause, over the processes of busy
-    roles.
-
-    Args:
-        slices: The slices of the steps.
-        busy: The work of the processes, without overlap within a process.
-        causes: Periods of possible causes; where they overlap, the last one counts.
-    """
-    processes = _processes(slices, busy)
-    periods = np.array([[cause.begin_ns, cause.end_ns] for cause in causes]).reshape(-1, 2)
-    cuts = np.unique(np.concatenate([periods.ravel(), slices.begins, slices.ends]))
-    cause_of = np.full(cuts.size - 1, -1)
-    for number, (first, last) in enumerate(np.searchsorted(cuts, periods).tolist()):
-        cause_of[first:last] = number
-    step = np.searchsorted(slices.ends, cuts[:-1], side="right")
-    weight = np.minimum(busy.took / np.maximum(busy.end - busy.begin, 1.0), 1.0)
-    open_ns = np.diff(_since(busy.begin, weight, cuts) - _since(busy.end, weight, cuts))
-    idle_ns = np.diff(cuts) - open_ns / np.maximum(processes, 1)[step]
-    parts: list[list[tuple[str, float]]] = [[("", 0.0)] for _ in slices.summaries]
-    for at, number, length in zip(step.tolist(), cause_of.tolist(), idle_ns.tolist(), strict=True):
-        parts[at].append(("" if number < 0 else causes[number].name, length))
-    return [
-        _largest(each, summary.duration_ns) if many and summary.duration_ns else None
-        for each, many, summary in zip(parts, processes.tolist(), slices.summaries, strict=True)
-    ]
 
 
 def _processes(slices: StepSlices, busy: Slices) -> Ints:

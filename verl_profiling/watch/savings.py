@@ -8,7 +8,7 @@ generation with the stages before which it cannot begin.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,7 @@ LEAST_SHARE = 0.01
 """Least saving, and least wait for the background, as a share of the step: less is noise."""
 
 _HALF = 0.5
+_CHANGES: tuple[Literal["half", "even"], ...] = ("half", "even")
 
 
 class StageTimes(NamedTuple):
@@ -82,26 +83,29 @@ class StepTimes(NamedTuple):
             training += saved
             if name in background.before:
                 generation += saved
+        return self._with_chains(training, generation)
+
+    def _with_chains(self, training_ns: float, generation_ns: float) -> float:
+        """Return by how much the step would be shorter if its chains were shorter by so much."""
+        background = self.background
         if not background.name:
-            return training
-        return min(background.wait_ns + training, background.slack_ns + generation)
+            return training_ns
+        return min(background.wait_ns + training_ns, background.slack_ns + generation_ns)
 
     def largest(self) -> Saving | None:
         """Return the change of one stage that would save most; ``None`` if none saves much."""
-        savings = [
-            Saving(name, "half", round(self.saved_ns({name: _HALF})))
-            for name in (*self.stages, self.background.name)
-            if name
-        ]
-        savings += [
-            Saving(name, "even", round(self.saved_ns({}, [name])))
-            for name, times in self.stages.items()
-            if times.uneven
-        ]
-        most = max(savings, key=lambda saving: saving.saves_ns, default=None)
-        if most is None or most.saves_ns < LEAST_SHARE * self.step_ns:
+        background = self.background
+        most_ns = self._with_chains(0.0, _HALF * background.generation_ns)
+        stage, change = background.name, _CHANGES[0]
+        for name, times in self.stages.items():
+            for kind, saved_ns in zip(_CHANGES, (_HALF * times.work, times.uneven), strict=True):
+                also_ns = saved_ns if name in background.before else 0.0
+                whole_ns = self._with_chains(saved_ns, also_ns)
+                if saved_ns and whole_ns > most_ns:
+                    stage, change, most_ns = name, kind, whole_ns
+        if not stage or most_ns < LEAST_SHARE * self.step_ns:
             return None
-        return most
+        return Saving(stage, change, round(most_ns))
 
 
 def times_in(slices: StepSlices) -> list[StepTimes | None]:
@@ -110,15 +114,24 @@ def times_in(slices: StepSlices) -> list[StepTimes | None]:
     ``None`` where the loop waits for what is not known: a wait whose stage does not end in it,
     waits at several places, and work that began before the stage that waits for it.
     """
-    found: list[StepTimes | None] = []
+    spine, called = slices.spine, slices.called
+    waits = slices.waits
+    is_clipped = called.begin == spine.begin[called.parent]  # it was under way before the stage
+    has_wait = {*slices.step(spine)[waits].tolist()}
+    has_earlier_work = {*slices.step(called)[is_clipped].tolist()}
+    chains: list[StepTimes | None] = []
     for step, summary in enumerate(slices.summaries):
-        background = _background(slices, step) if summary.duration_ns else None
-        if background is None:
-            found.append(None)
+        background: Background | None = Background()
+        if step in has_wait or summary.background:
+            background = _background(slices, step)
+        elif step in has_earlier_work:
+            background = None
+        if background is None or not summary.duration_ns:
+            chains.append(None)
         else:
             stages = _stages(slices, step)
-            found.append(StepTimes(float(summary.duration_ns), stages, background))
-    return found
+            chains.append(StepTimes(float(summary.duration_ns), stages, background))
+    return chains
 
 
 def _stages(slices: StepSlices, step: int) -> dict[str, StageTimes]:
@@ -135,17 +148,16 @@ def _stages(slices: StepSlices, step: int) -> dict[str, StageTimes]:
 
 
 def _background(slices: StepSlices, step: int) -> Background | None:
-    """Return the generation in the background of a step; ``None`` if its wait is not known."""
+    """Return the generation in the background of a step that has or waits for it; ``None`` if the
+    wait is not known.
+    """
     spine = slices.in_step(slices.spine, step)
-    called = slices.in_step(slices.called, step)
     waits = [name for _, name in slices.stages(np.unique(spine.name)) if name.startswith(WAIT)]
-    under_way = called.begin == slices.spine.begin[called.parent]  # clipped to it
-    background = slices.summaries[step].background
-    if not (waits or background):
-        return None if under_way.any() else Background()
-    if len(waits) != 1 or waits[0].removeprefix(WAIT) not in background:
+    if len(waits) != 1:
         return None
     name = waits[0].removeprefix(WAIT)
+    if name not in slices.summaries[step].background:
+        return None
     wait = spine.at(slices.named(spine, waits[0]))
     if (np.diff(wait.who) == 0).any():  # it waits at several places
         return None

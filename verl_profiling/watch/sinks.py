@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from errno import ENOSPC
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -25,9 +26,12 @@ from verl_profiling.files.watch_log import OLDER_WATCH_LOG, WATCH_LOG
 logger = logging.getLogger(__name__)
 
 Listener = Callable[[StepSummary], object]
+Log = Callable[..., object]
+"""Writes the summaries of one reading, which are its arguments."""
 
 PREFIX = "profiling/watch/"
 _IN_NO_STAGE = "in_no_stage"
+_ENCODER = msgspec.json.Encoder()
 
 
 def values_of(summary: StepSummary) -> dict[str, float]:
@@ -68,8 +72,8 @@ def values_of(summary: StepSummary) -> dict[str, float]:
 class WatchLog:
     """The watch's log of a run; call it with the summary of each step.
 
-    The file is closed after each line, so that readers on other hosts see it. Write errors are
-    logged once and never reach the training loop; the next step is written again.
+    The file is closed after the steps of each reading, so that readers on other hosts see them.
+    Write errors are logged once and never reach the training loop; the next step is written again.
 
     Args:
         folder: The run's folder.
@@ -82,24 +86,23 @@ class WatchLog:
         self._lock = threading.Lock()
         self._complained = False
 
-    def __call__(self, summary: StepSummary) -> None:
-        """Log the summary of a step, without the stages of single processes;
+    def __call__(self, *summaries: StepSummary) -> None:
+        """Log the summaries of steps, without the stages of single processes;
         any thread may do so.
         """
-        without = msgspec.structs.replace(summary, loop=[], workers=[], background=())
-        line = msgspec.json.encode(without) + b"\n"
+        lines = _ENCODER.encode_lines([*map(_without_processes, summaries)])
         with self._lock:
             try:
                 with appended(self._path) as file:
                     size = os.fstat(file.fileno()).st_size
-                    is_full = size + len(line) > self._most
-                    if not is_full and file.write(line) < len(line):
+                    is_full = size + len(lines) > self._most
+                    if not is_full and file.write(lines) < len(lines):
                         file.truncate(size)
                         raise OSError(ENOSPC, os.strerror(ENOSPC))
                 if is_full:
                     move_file(self._path, self._older)
                     with whole_file(self._path) as file:
-                        file.write(line)
+                        file.write(lines)
             except OSError as error:
                 if not self._complained:
                     logger.warning(
@@ -108,14 +111,23 @@ class WatchLog:
                 self._complained = True
 
 
-def log_listeners(run: Path, sinks: Sequence[str]) -> list[Listener]:
+def _without_processes(summary: StepSummary) -> StepSummary:
+    return msgspec.structs.replace(summary, loop=[], workers=[], background=())
+
+
+def logs_of(run: Path, sinks: Sequence[str]) -> list[Log]:
     """Return the writers of step summaries into a run's folder: the log, and ``watch.sinks``."""
-    found: list[Listener] = [WatchLog(run)]
+    logs: list[Log] = [WatchLog(run)]
     if "tensorboard" in sinks:
         try:
             curves = EventFile(run / "tensorboard", "watch.sinks: tensorboard")
         except (ToolUnavailableError, OSError) as error:
             logger.warning("watch.sinks: nothing is written to tensorboard: %s", error)
         else:
-            found.append(lambda summary: curves.add(summary.step, values_of(summary)))
-    return found
+            logs.append(partial(_draw, curves))
+    return logs
+
+
+def _draw(curves: EventFile, *summaries: StepSummary) -> None:
+    for summary in summaries:
+        curves.add(summary.step, values_of(summary))

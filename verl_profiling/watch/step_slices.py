@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from itertools import chain, pairwise
+from itertools import chain, count, pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -32,6 +32,10 @@ class StepPart(NamedTuple):
     called: int
     begin: int
     end: int
+
+
+_ROW_BYTES = 32
+"""Bytes of a run of a :class:`RankUse`: four 64-bit numbers."""
 
 
 class StepSlices:
@@ -61,25 +65,64 @@ class StepSlices:
 
     def __init__(self, summaries: Sequence[StepSummary]) -> None:
         first = summaries[0]
-        uses = [_in_order(summary) for summary in summaries]
-        self.summaries, self.processes = summaries, uses[0]
-        self.many, self._of_loop = len(uses[0]), len(first.loop)
-        self.roles, of_workers = numbered([use.role for use in uses[0][self._of_loop :]])
-        self.role_of = np.append(np.full(self._of_loop, -1), of_workers)
+        roles = [*map(_role, first.workers)]
+        by_role = sorted(range(len(roles)), key=roles.__getitem__)
+        self.summaries = summaries
+        self.processes = first.loop + [first.workers[number] for number in by_role]
+        self.many, self._of_loop = len(self.processes), len(first.loop)
+        self.roles, role_of = numbered([*map(_role, self.processes[self._of_loop :])])
+        self.role_of = np.append(np.full(self._of_loop, -1), role_of)
         self.ends = np.cumsum([summary.duration_ns for summary in summaries])
         self.begins = np.append(0, self.ends[:-1])
-        origins_ns = np.array([summary.begin_ns for summary in summaries]) - self.begins
-        self.names, recorded = slices_of([*chain(*uses)], np.repeat(origins_ns, self.many))
-        step = self.step(recorded)
-        every = recorded._replace(
-            role=self.role_of[recorded.who % max(self.many, 1)],
-            name=recorded.name + step * len(self.names),
+        # The loop's processes in all steps come first, so that each side is a slice of the table.
+        uses = [*chain(*[summary.loop for summary in summaries])]
+        of_loop = sum(len(use.runs) for use in uses) // _ROW_BYTES
+        uses += [summary.workers[number] for summary in summaries for number in by_role]
+        first_of_step = self.many * np.arange(len(summaries))[:, None]
+        numbers = np.arange(self.many)
+        sides = numbers[: self._of_loop], numbers[self._of_loop :]
+        recorded = self._recorded(
+            uses, np.concatenate([(first_of_step + side).ravel() for side in sides])
         )
-        is_loop = every.role < 0
-        of_loop = every.at(is_loop)
-        self.loop = of_loop.at(~self.named(of_loop, *first.background)).flat()
-        self.whole_loop = self._within(of_loop)
-        self.workers = self._within(self._within(every.at(~is_loop)).flat())
+        loop = recorded.at(slice(of_loop))
+        self.loop = loop.at(~self.named(loop, *first.background)).flat()
+        self.whole_loop = self._within(loop)
+        self.workers = self._within(self._within(recorded.at(slice(of_loop, None))).flat())
+
+    def _recorded(self, uses: Sequence[RankUse], who: Ints) -> Slices:
+        """Return the stages of processes as they were recorded, and set the names.
+
+        Args:
+            uses: The processes in each step.
+            who: Their indexes.
+        """
+        # Most processes of a role have the same stages, so each text is split once.
+        texts, text_of = numbered([*map(_stages, uses)])
+        names_of = [names.split("\n") for names in texts]
+        self.names, name_of_line = numbered([*chain(*names_of)])
+        line = np.cumsum([0, *map(len, names_of)])[text_of]
+        step, process = np.divmod(who, max(self.many, 1))
+        origin = np.array([summary.begin_ns for summary in self.summaries]) - self.begins
+        runs = [use.runs for use in uses]
+        rows = np.frombuffer(b"".join(runs), np.int64).reshape(-1, 4)
+        length = np.fromiter(map(len, runs), np.int64, len(runs)) // _ROW_BYTES
+        of_uses = who, self.role_of[process], step * len(self.names), line, origin[step]
+        of_rows, role, shift, line, since = (np.repeat(column, length) for column in of_uses)
+        slices = Slices(
+            who=of_rows,
+            role=role,
+            name=name_of_line[line + rows[:, 0]] + shift,
+            begin=(rows[:, 1] - since).astype(float),
+            end=(rows[:, 2] - since).astype(float),
+            took=rows[:, 3].astype(float),
+            late=np.zeros(role.size),
+            parent=np.full(role.size, -1),
+        )
+        if any(map(_late_ns, uses)):
+            for number, use in zip(who.tolist(), uses, strict=True):
+                for name, late_ns in (use.late_ns or {}).items():
+                    slices.late[(slices.who == number) & self.named(slices, name)] = late_ns
+        return slices
 
     def step(self, slices: Slices) -> Ints:
         """Return the index of the step of each slice."""
@@ -89,10 +132,15 @@ class StepSlices:
         """Return the slices of a step."""
         return slices.at(self.step(slices) == step)
 
+    def has_name(self, *names: str) -> NDArray[np.bool_]:
+        """Return for each name of the table whether it is one of these."""
+        return np.fromiter(map(names.__contains__, self.names), bool, len(self.names))
+
     def named(self, slices: Slices, *names: str) -> NDArray[np.bool_]:
         """Return a mask of the slices with these names."""
-        is_named = np.fromiter((name in names for name in self.names), bool, len(self.names))
-        return np.asarray(is_named[slices.name % max(len(self.names), 1)])
+        if not (names and self.names):
+            return np.zeros(slices.name.size, bool)
+        return np.asarray(self.has_name(*names)[slices.name % len(self.names)])
 
     def in_roles(self, slices: Slices, *roles: str) -> NDArray[np.bool_]:
         """Return a mask of the workers' slices in processes of these roles."""
@@ -115,14 +163,18 @@ class StepSlices:
         return slices.within(self.begins[step], self.ends[step])
 
     @cached_property
+    def waits(self) -> NDArray[np.bool_]:
+        """Whether the loop waits for something in the background, for each row of the spine."""
+        return self.named(self.spine, *[name for name in self.names if name.startswith(WAIT)])
+
+    @cached_property
     def called(self) -> Slices:
         """The workers' stages for which a loop of one process waits, with rows of the spine as
         parents.
         """
         if self._of_loop != 1:
             return self.workers.at(slice(0))
-        spine = self.spine
-        waits = self.named(spine, *[name for name in self.names if name.startswith(WAIT)])
+        spine, waits = self.spine, self.waits
         called = called_in(spine, self.workers, waits)
         # What goes on after the step was not waited for, where something else was.
         ends = (called.end < self.ends[self.step(called)]) | waits[called.parent]
@@ -168,41 +220,9 @@ class StepSlices:
 
 def numbered(names: Sequence[str]) -> tuple[list[str], Ints]:
     """Return the different names, and the index of each name among them."""
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return list(numbers), np.fromiter(map(numbers.__getitem__, names), np.int64, len(names))
+    numbers = defaultdict[str, int](count().__next__)
+    index = np.fromiter(map(numbers.__getitem__, names), np.int64, len(names))
+    return list(numbers), index
 
 
-def slices_of(uses: Sequence[RankUse], origins_ns: Ints) -> tuple[list[str], Slices]:
-    """Return the names of the stages of processes, and the stages as slices without roles.
-
-    Args:
-        uses: The processes, with their stages in one step.
-        origins_ns: The unix time that becomes 0, of each process.
-    """
-    # Most processes of a role have the same stages, so each text is split once.
-    texts, text = numbered([use.stages for use in uses])
-    names_of = [names.split("\n") for names in texts]
-    names, index = numbered([*chain(*names_of)])
-    first = np.cumsum([0, *map(len, names_of)])[text]
-    runs = [use.runs for use in uses]
-    rows = np.frombuffer(b"".join(runs), np.int64).reshape(-1, 4)
-    who = np.repeat(np.arange(len(uses)), np.fromiter(map(len, runs), np.int64, len(uses)) // 32)
-    times = (rows[:, 1:3] - origins_ns[who][:, None]).astype(float)
-    slices = Slices(
-        who=who,
-        role=np.full(who.size, -1),
-        name=index[first[who] + rows[:, 0]],
-        begin=times[:, 0],
-        end=times[:, 1],
-        took=rows[:, 3].astype(float),
-        late=np.zeros(who.size),
-        parent=np.full(who.size, -1),
-    )
-    for number, use in enumerate(uses):
-        for name, late_ns in (use.late_ns or {}).items():
-            slices.late[(who == number) & (slices.name == names.index(name))] = late_ns
-    return names, slices
-
-
-def _in_order(summary: StepSummary) -> list[RankUse]:
-    return summary.loop + sorted(summary.workers, key=attrgetter("role"))
+_role, _stages, _late_ns = attrgetter("role"), attrgetter("stages"), attrgetter("late_ns")

@@ -20,7 +20,7 @@ from verl_profiling import clock
 from verl_profiling.files.machine import own_bytes, process_peak_bytes
 from verl_profiling.files.step_summary import OTHERS, Period, RankUse, SpanTotal
 from verl_profiling.identity import ProcessId, WorkerIdentity
-from verl_profiling.manifest import GC, WEIGHT_SYNC
+from verl_profiling.manifest import GC, MAX_NS, WEIGHT_SYNC
 from verl_profiling.watch.collectives import collectives_in
 
 STAGES_OF_A_STEP = 16
@@ -263,8 +263,12 @@ def _divide(
 ) -> int | None:
     """Add a run of a stage to each overlapping step; return the index of the last such step."""
     last = None
-    for at in range(max(bisect_right(steps, begin_ns, key=_begin_of) - 1, 0), len(steps)):
+    since = max(bisect_right(steps, (begin_ns, MAX_NS)) - 1, 0)
+    for at in range(since, len(steps)):
         first_ns, last_ns = steps[at]
+        if first_ns <= begin_ns and end_ns <= last_ns and not is_open:  # most runs are in one step
+            runs[at].setdefault(_name_in(runs[at], name), []).append((begin_ns, end_ns))
+            return at
         if first_ns > end_ns:
             break
         step_ns = last_ns - first_ns

@@ -1,19 +1,45 @@
-"""A suspicion of the watch: the sign, the stage, and the processes that may be the cause."""
+"""A suspicion of the watch: the sign, the stage, and the processes and spans that may be the cause.
+
+Spans of trajectories and services are compared with their past. The mean per call is judged in
+every step. The totals explain why a stage became slow.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from functools import partial
+from statistics import median
 
-import msgspec
+from msgspec.structs import replace
 
 from verl_profiling.capture_request import Trigger, TriggerKind
-from verl_profiling.files.step_summary import StepSummary
-from verl_profiling.watch.exposed import standings
-from verl_profiling.watch.standing import TIED, Standing
+from verl_profiling.files.step_summary import MOST_SPANS, OTHERS, SpanTotal, StepSummary
+from verl_profiling.identity import ROLLOUT_ROLE
+from verl_profiling.manifest import GC, WAIT, WEIGHT_SYNC
+from verl_profiling.settings.groups import Anomaly
+from verl_profiling.shifts import LEAST_S, MATTERS, Series
+from verl_profiling.trajectories.spans import TRAJECTORY
+from verl_profiling.units import duration
+from verl_profiling.watch.exposed import TIED, Standing, alone_ns, standings
 
 MOST_SUSPECTS = 4
 NOBODY = "no process was longer there than the others"
 _BESIDE_THE_LEADER = 0.5
+
+NEWS = 1.25
+"""Ratio of a duration or lead to the known one from which it is worth a mention."""
+
+_OF_A_STAGE = 0.4
+"""Evidence of a span relative to that of a stage:
+few calls with long tails have means that vary.
+"""
+
+GENERATE = "generate"
+_MOST_SPANS_NAMED = 2  # in a reason, which is one line of the log
+
+SpanKey = tuple[str, str]
+"""Role of the processes, and name of the spans."""
 
 
 class Suspicion(Trigger, frozen=True, kw_only=True):
@@ -51,9 +77,7 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
         suspects = suspects[:MOST_SUSPECTS]
         everyone = list(working[0].lanes) if working and not suspects else []
         ran |= dict.fromkeys(working[0].ran) if everyone else {}
-        return msgspec.structs.replace(
-            self, suspects=suspects, peers=peers, everyone=everyone, ran=list(ran)
-        )
+        return replace(self, suspects=suspects, peers=peers, everyone=everyone, ran=list(ran))
 
     @property
     def who(self) -> list[str]:
@@ -86,10 +110,10 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
             return self
         later = self.with_suspects(summary)
         if later.suspects[:1] != [self.likely]:
-            return msgspec.structs.replace(self, likely="".join(later.suspects[:1]))
+            return replace(self, likely="".join(later.suspects[:1]))
         who = f"longest there in step {summary.step}: {', '.join(later.suspects)}"
         reason = self.reason.replace(NOBODY, who)
-        return msgspec.structs.replace(later, reason=reason)
+        return replace(later, reason=reason)
 
 
 def stand_out(standing: Standing) -> list[str]:
@@ -120,3 +144,234 @@ def healthiest(values: Mapping[str, float], suspects: list[str]) -> list[str]:
     middle = values[ordered[(len(ordered) - 1) // 2]]
     others = [lane for lane in ordered if lane not in suspects]
     return [min(others, key=lambda lane: abs(values[lane] - middle))] if others else []
+
+
+class SpanPast:
+    """The spans of the last steps, by role and name.
+
+    Args:
+        options: Thresholds; ``slow_span`` and ``window`` are used.
+    """
+
+    def __init__(self, options: Anomaly) -> None:
+        self._options = options
+        self._totals: deque[dict[SpanKey, SpanTotal]] = deque(maxlen=options.window)
+        self.series = defaultdict[SpanKey, Series](partial(Series, options.window))
+
+    def join(self, totals: dict[SpanKey, SpanTotal], summary: StepSummary) -> list[SpanKey]:
+        """Add the spans of a step; return those that became slow, by mean per call."""
+        self._totals.append(totals)
+        if self._options.slow_span is None:
+            return []
+        return [key for key, total in totals.items() if self._is_slow(key, total, totals, summary)]
+
+    def _is_slow(
+        self, key: SpanKey, total: SpanTotal, totals: dict[SpanKey, SpanTotal], summary: StepSummary
+    ) -> bool:
+        role, name = key
+        trajectories = totals.get((role, TRAJECTORY))
+        if not total.runs or is_wait(name) or (trajectories is not None and name == GENERATE):
+            return False
+        if key not in self.series and len(self.series) >= MOST_SPANS:
+            return False
+        # Spans of trajectories overlap, so their sum is compared with that of the trajectories.
+        whole_s = max(summary.seconds, trajectories.seconds if trajectories is not None else 0.0)
+        matters_s = max(MATTERS * whole_s / total.runs, LEAST_S)
+        series = self.series[key]
+        amount = series.measure(total.seconds / total.runs, self._options.slow_span, matters_s)
+        return series.add(_OF_A_STAGE * amount)
+
+    def grown(self, totals: dict[SpanKey, SpanTotal], enough_ns: float) -> dict[SpanKey, str]:
+        """Return the spans whose totals grew by so much, with their usual totals as sentences.
+
+        The largest growth is first, and trajectories are last.
+        """
+        rows = []
+        for key, total in totals.items():
+            past = self._past_of(key)
+            usual_ns, runs = (
+                median(one.duration_ns for one in past),
+                median(one.runs for one in past),
+            )
+            more_ns = total.duration_ns - usual_ns
+            if (
+                more_ns >= enough_ns
+                and total.duration_ns > NEWS * usual_ns
+                and not key[1].startswith(WAIT)
+            ):
+                sentence = (
+                    f"{key[1]} of {key[0]} took {duration(total.seconds)} in {calls(total.runs)}, "
+                    f"usually {duration(usual_ns / 1e9)} in {calls(runs)}"
+                )
+                rows.append((key[1] == TRAJECTORY, -more_ns, key, sentence))
+        return {key: sentence for *_, key, sentence in sorted(rows)}
+
+    def longer(self, totals: dict[SpanKey, SpanTotal]) -> list[str]:
+        """Return sentences on trajectories with more tokens than usual."""
+        sentences = []
+        for (role, name), total in totals.items():
+            past = [one.tokens / one.runs for one in self._past_of((role, name)) if one.runs]
+            usual = median(past) if past else 0.0
+            if name == TRAJECTORY and usual and total.tokens > NEWS * usual * total.runs:
+                mean = total.tokens / total.runs
+                sentences.append(f"a {name} of {role} has {mean:,.0f} tokens, usually {usual:,.0f}")
+        return sentences
+
+    def _past_of(self, key: SpanKey) -> list[SpanTotal]:
+        none = SpanTotal(key[1], 0, 0)
+        return [totals.get(key, none) for totals in self._totals] or [none]
+
+
+def is_wait(name: str) -> bool:
+    """Return whether spans of this name wait for others, are no work of their own,
+    or part of a stage.
+    """
+    return name in (TRAJECTORY, GC, OTHERS) or name.startswith((WAIT, f"{WEIGHT_SYNC}/"))
+
+
+def by_role(summary: StepSummary) -> dict[SpanKey, SpanTotal]:
+    """Return the totals of the spans of all processes of a role."""
+    totals: dict[SpanKey, SpanTotal] = {}
+    for process in summary.processes:
+        for total in process.spans:
+            key = process.role, total.name
+            totals[key] = totals[key] + total if key in totals else total
+    return totals
+
+
+def worker_role(name: str) -> str:
+    """Return the role that does the work of a span, if its processes exist."""
+    return ROLLOUT_ROLE if name in (GENERATE, TRAJECTORY) else name
+
+
+def calls(runs: float) -> str:
+    """Return a number of calls as text."""
+    return f"{runs:,.0f} {'call' if runs == 1 else 'calls'}"
+
+
+def explained(
+    suspicion: Suspicion, summary: StepSummary, spans: SpanPast, outside: Series | None
+) -> Suspicion:
+    """Return the suspicion, with the spans in its reason that grew along with its stage,
+    or the loop.
+
+    Args:
+        suspicion: The suspicion.
+        summary: The step.
+        spans: The past of each span.
+        outside: The past of the time in no stage, if there is any.
+    """
+    totals = by_role(summary)
+    grown = _grown(suspicion, totals, summary, spans)
+    sentences = [*grown.values()][:_MOST_SPANS_NAMED]
+    if grown:
+        sentences += spans.longer(totals)
+        suspicion = _by_growth(suspicion, summary, [*grown], totals)
+    elif not suspicion.stage and _loop_was_alone(summary, outside):
+        sentences.append(
+            "meanwhile no process was in a stage, so the loop's own code took the time"
+        )
+        loop = [use.lane for use in summary.loop]
+        suspicion = replace(suspicion, suspects=loop[:1])
+    reason = "; ".join([suspicion.reason, *suspicion.who, *sentences])
+    return replace(suspicion, reason=reason)
+
+
+def _loop_was_alone(summary: StepSummary, outside: Series | None) -> bool:
+    """Return whether half of the growth outside of stages is time in which no process ran."""
+    return outside is not None and 2e-9 * alone_ns(summary) >= outside.value + outside.past.usual
+
+
+def _grown(
+    suspicion: Suspicion,
+    totals: dict[SpanKey, SpanTotal],
+    summary: StepSummary,
+    spans: SpanPast,
+) -> dict[SpanKey, str]:
+    """Return the spans that grew by at least half of the excess, of roles that worked in the
+    stage.
+
+    A trajectory is returned only if none of its spans is. In a weight sync, a generation counts
+    only if it ran there.
+    """
+    working = standings(summary).get(suspicion.stage, [])
+    roles = _roles_at_work(working, summary)
+    ran = {name for standing in working for name in standing.ran}
+    least_ns = (suspicion.value - suspicion.median) * 1e9 / 2
+    grown = {}
+    for (role, name), sentence in spans.grown(totals, least_ns).items():
+        is_inside = name in ran or name.startswith(WEIGHT_SYNC)
+        if role in roles and (is_inside or suspicion.stage != WEIGHT_SYNC):
+            grown[role, name] = sentence
+    parts = {key: sentence for key, sentence in grown.items() if key[1] != TRAJECTORY}
+    return parts or grown
+
+
+def _roles_at_work(working: Iterable[Standing], summary: StepSummary) -> set[str]:
+    """Return the roles that worked in a stage.
+
+    Roles without stages count if only engines, the loop or other roles with spans worked.
+    """
+    lanes = {lane for standing in working for lane in standing.lanes}
+    busy = [use for use in summary.processes if use.lane in lanes]
+    for use in busy:
+        if not (use.has_spans or use in summary.loop or use.role == ROLLOUT_ROLE):
+            return {use.role for use in busy}
+    return {use.role for use in summary.processes}
+
+
+def _by_growth(
+    suspicion: Suspicion,
+    summary: StepSummary,
+    grown: list[SpanKey],
+    totals: Mapping[SpanKey, SpanTotal],
+) -> Suspicion:
+    """Return the suspicion with the processes that do the work of the grown spans as first
+    suspects.
+
+    Agent loops wait for the process that does the work of a span, if it has one of that name.
+    """
+    name = GENERATE if grown[0][1] == TRAJECTORY else grown[0][1]
+    doing = [key for key in grown if key[1] == name and (key[0], TRAJECTORY) not in totals]
+    first = {use.lane for use in summary.workers if use.role == worker_role(name)}
+    suspects = sorted(suspicion.suspects, key=lambda lane: lane not in first)
+    suspicion = replace(suspicion, suspects=suspects)
+    if doing or {*suspects} <= {use.lane for use in summary.loop}:
+        return with_span(suspicion, summary, *[*doing, *grown][0])
+    return suspicion
+
+
+def with_span(suspicion: Suspicion, summary: StepSummary, role: str, span: str) -> Suspicion:
+    """Return the suspicion with the process of a grown span as first suspect, without the loop if
+    it waits.
+
+    Calls take longer in that process than in other processes of the role. An agent loop's
+    ``generate`` and whole trajectories do not count, because an agent loop waits in them.
+    """
+    took = {}
+    for use in summary.workers:
+        for total in use.spans:
+            if use.role == role and total.name == span:
+                took[use.lane] = total.duration_ns / max(total.runs, 1)
+    is_wait = span == TRAJECTORY or (span == GENERATE and role != ROLLOUT_ROLE)
+    slowest = "" if is_wait else _slowest(took)
+    others = {use.lane for use in summary.loop if use.role != role}
+    suspects = [lane for lane in suspicion.suspects if lane not in (slowest, *others)]
+    if not slowest:
+        return replace(suspicion, suspects=suspects, ran=[])
+    has_stages = any(use.stages for use in summary.workers if use.lane == slowest)
+    return replace(
+        suspicion,
+        suspects=[slowest, *suspects],
+        peers=[*healthiest(took, [slowest]), *suspicion.peers],
+        ran=suspicion.ran if has_stages else [],
+    )
+
+
+def _slowest(took: Mapping[str, float]) -> str:
+    """Return the lane whose value exceeds the median of the others; empty if none does."""
+    slowest = max(took, key=took.__getitem__, default="")
+    others = [took[lane] for lane in took if lane != slowest]
+    if others and took[slowest] < NEWS * median(others):
+        return ""
+    return slowest
