@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-newest test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge idle-judge hang-judge what-if-judge work-judge savings-judge clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-newest test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device dist test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge idle-judge hang-judge what-if-judge work-judge savings-judge clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -118,6 +118,11 @@ test-soak: .venv/.ready ## Run thousands of captures, random faults, deaths and 
 
 test-fuzz: .venv/.ready ## Try 22,000 damaged and hostile inputs, and print the table (minutes) [FUZZ_SEED=...]
 	.venv/bin/python -m pytest -m fuzz tests/fuzz $(PYTEST_ARGS)
+
+dist: .venv/.ready ## Build the wheel and the source distribution into dist/: equal bytes for equal commits
+	rm -rf build dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) .venv/bin/python -m build
+	.venv/bin/twine check --strict dist/*
 
 test-package: .venv/.ready ## Build the wheel and the source distribution, and use each in an empty environment
 	.venv/bin/python -m pytest -m package tests/test_distributions.py $(PYTEST_ARGS)
@@ -257,8 +262,8 @@ lint: .venv/.ready ## Check style and types
 size: .venv/.ready ## Print tokens by wing, branches and nesting, and hold them against the ceilings of pyproject.toml
 	.venv/bin/python -m tests.size
 
-repository: .venv/.ready ## Check the workflow, the issue forms and the hooks
-	.venv/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/ci.yml
+repository: .venv/.ready ## Check the workflows, the issue forms and the hooks
+	.venv/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/ci.yml .github/workflows/release.yml
 	.venv/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/request.yml
 	.venv/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	.venv/bin/pre-commit validate-config

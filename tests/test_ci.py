@@ -133,6 +133,20 @@ def test_the_workflow_runs_what_has_to_pass() -> None:
     assert sorted(given.split()) == sorted(versions())
 
 
+def test_a_tag_publishes_what_was_tested() -> None:
+    """Only the job that publishes may ask the index for its trust; it builds nothing."""
+    release = read(".github/workflows/release.yml")
+    assert release["on" if "on" in release else True] == {"push": {"tags": ["v*"]}}
+    build, publish = release["jobs"]["build"], release["jobs"]["publish"]
+    assert release["permissions"] == {"contents": "read"}
+    assert "permissions" not in build
+    assert publish["permissions"] == {"id-token": "write"}
+    assert publish["needs"] == "build"
+    commands = [step["run"] for step in build["steps"] if "run" in step]
+    assert commands[1:] == ["make dist", "make test-package"]
+    assert [step for step in publish["steps"] if "run" in step] == []
+
+
 TESTS = """
 def test_passes(): pass
 def test_fails(): assert 1 == 2
