@@ -135,11 +135,6 @@ class Hook:
         register_post_import_hook(self._apply, self.module)
 
     @property
-    def name(self) -> str:
-        """Name of the hook's function without the verb."""
-        return self.put_in.partition(":")[2].partition("_")[2]
-
-    @property
     def problem(self) -> str | None:
         """Reason why the installed framework cannot be hooked; ``None`` if no problem is known."""
         if self.missing:

@@ -46,7 +46,7 @@ _CONTENTS = ("stack", "shapes", "memory")
 _DEVICES = {"torch": "cuda", "npu": "npu"}
 """The entry of ``contents`` that selects the events of the device, by tool."""
 _ALWAYS = "has no effect: every artifact is in the folder of its step anyway"
-_WITHOUT_COUNTERPART: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
+_WITHOUT_COUNTERPART = (
     # fields of a block (* is its tool); roles; reason
     (("relocate_results",), _EVERYWHERE, _ALWAYS),
     (("save_path",), _EVERYWHERE, "all roles write to global_profiler.save_path"),
@@ -131,9 +131,9 @@ def settings_without_checks(config: Any) -> ProfilingConfig | None:
         ConfigError: The settings are wrong.
     """
     given = config.get("profiling")
-    if given is None or without_group(config):
-        return None
-    return ProfilingConfig.from_any(_bridged(config, []) if isinstance(given, str) else given)
+    if given == "verl":
+        given = _bridged(config, [])
+    return None if isinstance(given, str | None) else ProfilingConfig.from_any(given)
 
 
 def settings_from_verl(config: Any) -> ProfilingConfig:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,28 +95,20 @@ def _under_nsys(actor_class: Any, environment: Mapping[str, Any]) -> Any:
 
 def _without_injection(get_environment: Callable[..., Any], config: Any = None) -> Any:
     environment = get_environment(config)
-    try:
-        settings = None if config is None or _kept() else settings_without_checks(config)
-    except ConfigError:  # raised again where the run begins
-        settings = None
-    if settings is not None and _records_kernels(settings):
-        environment["env_vars"].setdefault(VARIABLE, NO_INJECTION)
+    if config is None or os.environ.get(_KEEP) == "1":
+        return environment
+    with suppress(ConfigError):  # raised again where the run begins
+        settings = settings_without_checks(config)
+        if settings is not None and _records_kernels(settings):
+            environment["env_vars"].setdefault(VARIABLE, NO_INJECTION)
     return environment
-
-
-def _kept() -> bool:
-    return os.environ.get(_KEEP, "0") == "1"
 
 
 def _records_kernels(settings: ProfilingConfig) -> bool:
     """Return whether tool ``torch`` records a role and tool ``nsys``, which needs NVTX,
     records none.
     """
-    settings_of_roles = map(settings.for_role, (*TRAINING_ROLES, ROLLOUT_ROLE))
-    tools: set[str] = set()
-    for role in settings_of_roles:
-        if role.enable and role.launched_tool is not None:
-            return False
-        if role.enable:
-            tools.update(role.tool_names)
-    return "torch" in tools
+    roles = [settings.for_role(name) for name in (*TRAINING_ROLES, ROLLOUT_ROLE)]
+    enabled = [role for role in roles if role.enable]
+    launched = any(role.launched_tool is not None for role in enabled)
+    return not launched and any("torch" in role.tool_names for role in enabled)
