@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.workers import FSDPCaptureMixin
 
-WIDTH, LAYERS, MICRO_BATCHES = 128, 2, 12
+WIDTH, LAYERS, MICRO_BATCHES = 128, 2, 24
 PLANTS = ("nothing", "data", "machine", "both")
 
 

@@ -26,7 +26,7 @@ from verl_profiling.numbers.columns import (
     VersionRow,
 )
 from verl_profiling.numbers.lost import ROLLOUT
-from verl_profiling.numbers.taught_nothing import nothing_rows, reward_of
+from verl_profiling.numbers.taught_nothing import taught_nothing
 from verl_profiling.slices.intervals import (
     Axes,
     Ints,
@@ -79,7 +79,7 @@ def rollout_of(
     time = _part_rows(explanation.of(window))
     first_ns = int(begin[training].min(initial=step.end_ns))
     last_ns = int(end[training].max(initial=first_ns))
-    lag = pieces.of(np.flatnonzero(pieces.cause == pieces.causes.index(LOOP_LAG)))
+    is_lag = pieces.cause == pieces.causes.index(LOOP_LAG)
     rollout = Rollout(
         trajectories=len(training),
         validation=int(validate.sum()),
@@ -96,14 +96,13 @@ def rollout_of(
         explained=sum(part.share for part in time if part.cause not in (BEFORE, UNEXPLAINED)),
         last=_last_trajectories(training, begin[training], end[training], pieces),
         calls=_call_rows(records),
-        blocks=_block_rows(records, lag),
+        blocks=_block_rows(records, pieces.of(np.flatnonzero(is_lag))),
         **_groups(trajectories, pieces, step.begin_ns),
         **_versions(records, served, step.manifest.policy_version),
         statuses=_status_rows(records),
         failures=_failure_rows(trajectories),
         polling=polling(step, end[training]),
-        nothing=nothing_rows(trajectories),
-        rewarded=sum(reward_of(trajectories[number]) is not None for number in training.tolist()),
+        **taught_nothing(trajectories),
     )
     return rollout, explanation
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import isfinite
+from typing import Any
 
 from verl_profiling.numbers.columns import NothingRow
 from verl_profiling.slices.intervals import grouped
@@ -14,7 +15,7 @@ KEPT = ("done", "running")
 EQUAL, TRUNCATED = "equal rewards", "truncated"
 
 
-def reward_of(trajectory: Trajectory) -> float | None:
+def _reward_of(trajectory: Trajectory) -> float | None:
     """Return the reward of a trajectory; ``None`` if it is unknown, or no finite number."""
     value = trajectory.said.facts.get("reward")
     if isinstance(value, int | float) and isfinite(value):
@@ -22,9 +23,16 @@ def reward_of(trajectory: Trajectory) -> float | None:
     return None
 
 
-def nothing_rows(trajectories: Iterable[Trajectory]) -> list[NothingRow]:
-    """Return the time of the training trajectories that taught nothing, by reason."""
+def taught_nothing(trajectories: Iterable[Trajectory]) -> dict[str, Any]:
+    """Return the fields of the section on training trajectories that taught nothing."""
     training = [one for one in trajectories if not one.validate]
+    rewards = [_reward_of(one) for one in training]
+    known = len(rewards) - rewards.count(None)
+    return {"nothing": _rows(training), "rewarded": known}
+
+
+def _rows(training: Sequence[Trajectory]) -> list[NothingRow]:
+    """Return the time of training trajectories that taught nothing, by reason."""
     causes: dict[str, list[Trajectory]] = {}
     for group, members in grouped(training, lambda one: one.said.group).items():
         is_equal = group != "" and _is_equal(members)
@@ -53,6 +61,6 @@ def nothing_rows(trajectories: Iterable[Trajectory]) -> list[NothingRow]:
 def _is_equal(members: Sequence[Trajectory]) -> bool:
     """Return whether all samples of a group, none of which still runs, got the same reward."""
     kept = [one for one in members if one.status in KEPT]
-    rewards = {reward_of(one) for one in kept}
+    rewards = {_reward_of(one) for one in kept}
     has_ended = not any(one.cut_end or one.status == "running" for one in kept)
     return len(kept) > 1 and len(rewards) == 1 and None not in rewards and has_ended

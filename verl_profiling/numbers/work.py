@@ -9,6 +9,7 @@ from operator import add
 import msgspec
 import numpy as np
 
+from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import CaptureResult, StageSpan, Work
 from verl_profiling.numbers.columns import StragglerRow, WorkRow
 from verl_profiling.numbers.lost import ROLLOUT
@@ -20,7 +21,7 @@ from verl_profiling.slices.intervals import (
     subtract,
     time_of,
 )
-from verl_profiling.slices.work import Explained, Runs, explained
+from verl_profiling.slices.work import UNSURE, Explained, Runs, explained
 from verl_profiling.steps.lanes import Step
 
 NO_WORK = "the work given to the stage is unknown"
@@ -71,35 +72,39 @@ def with_reason(row: StragglerRow, step: Step) -> StragglerRow:
     The times of work are fitted to the shortest runs with known work inside the stage, such as
     micro-batches.
     """
+    if row.role == ROLLOUT_ROLE:  # an engine's requests run side by side
+        return row
+    lead_us = row.behind_us / (row.workers - 1)
+    row = msgspec.structs.replace(row, lead_us=lead_us, fitted=NO_WORK)
     workers = [worker for worker in step.workers if worker.identity.role == row.role]
     inside = {worker.name: _with_work(worker, row.stage) for worker in workers}
-    inside = {name: spans for name, spans in inside.items() if spans}
-    names = [{span.name for span in spans} for spans in inside.values()]
-    lead_us = row.behind_us / (row.workers - 1)
-    shared = set.intersection(*names) if len(inside) == row.workers else set()
-    if not shared:
-        return msgspec.structs.replace(row, lead_us=lead_us, fitted=NO_WORK)
-    counts = Counter(span.name for spans in inside.values() for span in spans)
-    finest = max(shared, key=lambda name: counts[name])
+    finest = _finest(list(inside.values()))
+    if finest is None:
+        return row
     runs = {
         name: _runs(name, [span for span in spans if span.name == finest], step)
         for name, spans in inside.items()
     }
     found = explained(runs.pop(row.slowest), list(runs.values()))
     if not isinstance(found, Explained):
-        return msgspec.structs.replace(row, lead_us=lead_us, fitted=found)
+        return msgspec.structs.replace(row, fitted=found)
     error_us = 1e6 * found.error_s
-    if error_us > lead_us / 2:
-        fitted = f"cannot tell: the runs of its peers spread by {found.error_s:.3g} s"
-        return msgspec.structs.replace(row, lead_us=lead_us, fitted=fitted, error_us=error_us)
+    if not found.tells(lead_us / 1e6):
+        return msgspec.structs.replace(row, fitted=UNSURE, error_us=error_us)
     return msgspec.structs.replace(
         row,
-        lead_us=lead_us,
         data_us=1e6 * found.data_s,
         error_us=error_us,
         tokens=found.tokens,
         fitted=f"{found.runs} runs of {finest}",
     )
+
+
+def _finest(spans_of: list[list[StageSpan]]) -> str | None:
+    """Return the name of the most runs that all workers have; ``None`` if there is none."""
+    counts = [Counter(span.name for span in spans) for spans in spans_of]
+    shared = set.intersection(*[set(names) for names in counts])
+    return max(shared, key=counts[0].__getitem__, default=None)
 
 
 def _with_work(worker: CaptureResult, stage: str) -> list[StageSpan]:

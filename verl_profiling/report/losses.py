@@ -128,7 +128,8 @@ def _data_or_machine(row: StragglerRow) -> str:
     data_us = min(max(row.data_us, 0.0), row.lead_us)
     return (
         f" It is last by {time_text(row.lead_us)}: {time_text(data_us)} are its data "
-        f"({row.tokens:.1f} times the tokens), {time_text(row.lead_us - data_us)} the machine."
+        f"({row.tokens:.1f} times the tokens), {time_text(row.lead_us - data_us)} the machine, "
+        f"give or take {time_text(row.error_us or 0.0)}."
     )
 
 

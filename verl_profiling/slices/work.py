@@ -19,6 +19,9 @@ from verl_profiling.slices.slices import Floats
 LEAST_RUNS = 8
 """Fewest runs of the peers for a fit: three coefficients, their spread, and some to spare."""
 
+UNSURE = "cannot tell: runs of the same work took too different times"
+"""Answer where the error leaves open which part is the larger one."""
+
 _OUTLIER = 3.0 * 1.48  # three deviations, by the median: a process that stood still once
 _ERRORS = 3.0  # standard errors: 95 to 100 of 100 drawn leads lie within
 _LIKELY = 6.0  # of the squared spread: 95% of what two columns gain by chance
@@ -53,6 +56,11 @@ class Explained(NamedTuple):
     error_s: float
     tokens: float
     runs: int
+
+    def tells(self, lead_s: float) -> bool:
+        """Return whether the larger part of a lead is certain, or both parts are to a quarter."""
+        is_certain = abs(self.data_s - lead_s / 2) > self.error_s
+        return is_certain or self.error_s <= lead_s / 4
 
 
 def explained(leader: Runs, peers: Sequence[Runs]) -> Explained | str:
