@@ -286,9 +286,7 @@ def _failure_rows(trajectories: Sequence[Trajectory]) -> list[FailureRow]:
     rows = []
     for (validate, status, error, span), of in sorted(errors.items()):
         first = of[0].said
-        sample = ""
-        if first.sample is not None:
-            sample = f"/{first.sample}"
+        sample = "" if first.sample is None else f"/{first.sample}"
         row = FailureRow(
             validate=validate,
             status=status,
