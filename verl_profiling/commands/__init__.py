@@ -68,8 +68,10 @@ def option(
     """
     names = [word for word in usage.split() if word.startswith("-")]
     if value := usage.removeprefix(" ".join(names)).strip():
-        more |= {"nargs": "?"} if value.startswith("[") else {}
-        more |= {"action": "extend", "default": []} if many else {}
+        if value.startswith("["):
+            more["nargs"] = "?"
+        if many:
+            more |= {"action": "extend", "default": []}
         parser.add_argument(*names, metavar=value.strip("[]"), type=read, help=help, **more)
     else:
         parser.add_argument(*names, action="store_true", help=help, **more)

@@ -124,8 +124,10 @@ def _explained(before: _Side, after: _Side) -> dict[str, tuple[float, float]]:
 
     An error becomes a warning.
     """
+    if not (before.graphs and after.graphs):
+        return {}
     try:
-        return explain(before.graphs, after.graphs) if before.graphs and after.graphs else {}
+        return explain(before.graphs, after.graphs)
     except Exception as error:
         warn(f"the change cannot be explained: {type(error).__name__}: {error}")
         return {}

@@ -149,7 +149,7 @@ def _role_plan(role: RoleConfig) -> RolePlan:
             stages = [ROLLOUT_ROLE]
         runs = len(stages)
     files = sum(bool(tool.suffix) for tool in role.tools)
-    ranks = len(role.ranks) if role.ranks is not None else 0
+    ranks = len(role.ranks or ())
     selected = {"ranks": role.ranks, **role.coordinates, "replicas": role.replicas}
     return RolePlan(
         role=role.role,
@@ -279,7 +279,9 @@ def load_config(path: Path) -> ProfilingConfig:
 
 def _decode(path: Path) -> Any:
     data = read_small(path.resolve())
-    return msgspec.json.decode(data) if path.suffix == ".json" else msgspec.yaml.decode(data)
+    if path.suffix == ".json":
+        return msgspec.json.decode(data)
+    return msgspec.yaml.decode(data)
 
 
 def _numbers(numbers: Sequence[int]) -> str:

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import groupby
+from itertools import groupby, zip_longest
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
@@ -203,14 +203,19 @@ def _blocks(
         samples or [_Sample(due_ns)], lambda one: (id(one.task), one.span, bool(one.function))
     )
     runs = [list(run) for _, run in alike]
-    borders = [due_ns, *(run[0].at_ns for run in runs[1:]), end_ns]
-    held = [*(run[0].held_ns for run in runs[1:]), held_ns]
-    for at, (run, begin_ns, until_ns) in enumerate(zip(runs, borders, borders[1:], strict=False)):
-        against_ns = held[at] + sum(one.held_ns for one in (run[1:] if at else run))
-        known_ns = sum(one.known_ns for one in run)
+    begin_ns, before_ns = due_ns, runs[0][0].held_ns
+    for run, later in zip_longest(runs, runs[1:]):
+        until_ns, after_ns = end_ns, held_ns
+        if later is not None:  # its first sample tells what ran before it
+            until_ns, after_ns = later[0].at_ns, later[0].held_ns
+        known_ns, against_ns = run[0].known_ns, before_ns + after_ns
+        for sample in run[1:]:
+            known_ns += sample.known_ns
+            against_ns += sample.held_ns
         who = run[-1] if known_ns > against_ns else _Sample(begin_ns)
         task = "" if who.task is None else str(who.task.get_name())[:200]
         yield Block(loop, begin_ns, until_ns, who.span, task, who.function)
+        begin_ns, before_ns = until_ns, 0
 
 
 def _function(frame: FrameType | None) -> str:
