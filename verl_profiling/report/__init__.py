@@ -1,1 +1,1 @@
-"""Computes and shows the use of the accelerator-seconds of a step."""
+"""Computes and shows the use of a step's lane-seconds."""
