@@ -22,7 +22,7 @@ def test_a_row_has_what_passed_and_the_names_of_what_failed(tmp_path: Path) -> N
     (tmp_path / "results.xml").write_text(RESULTS)
     [row] = found("releases", tmp_path / "results.xml")
     assert (row.package, row.version, row.result) == ("vllm", "0.33.0", "1")
-    assert row.limits.startswith("test_vllm_names_the_rank_in_the_file[0.33.0]; not run")
+    assert row.limits.startswith("`test_vllm_names_the_rank_in_the_file[0.33.0]`; not run")
     earlier = Row("vllm", "0.33.0", row.test, "2026-01-01", "7", "")
     older = Row("vllm", "0.9.0", row.test, "2026-01-01", "7", "")
     rows = entered([list(older), list(earlier)], [row])
