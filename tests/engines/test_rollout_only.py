@@ -54,13 +54,15 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
 def test_the_script_captures_a_batch(
     engine: str, arguments: list[str], model: Path, tmp_path: Path
 ) -> None:
-    """One step folder without a fault, in which eight requests have their lengths."""
+    """One step folder without a fault, in which eight requests have their lengths;
+    the plugin leaves the engine to the mixin.
+    """
     pytest.importorskip(engine)
     path = os.pathsep.join([str(ROOT), str(ROOT / "recipes" / "sglang_cpu")])
     run = subprocess.run(
         [sys.executable, "-m", f"recipes.rollout_only.profile_{engine}", model, *arguments],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "VERL_PROFILING_RUN": str(tmp_path / "plugin")},
         capture_output=True,
         text=True,
         timeout=560,
@@ -73,4 +75,5 @@ def test_the_script_captures_a_batch(
     assert [artifact.path for artifact in worker.artifacts] == ["rollout0_rank0.torch.json.gz"]
     *_, summary = WatchLogReader(folder.parent).read()
     assert (summary.step, summary.captured) == (1, folder.name)
+    assert not (tmp_path / "plugin").exists()
     assert sorted(noted.response_tokens for noted in worker.requests) == list(range(8, 65, 8))

@@ -30,6 +30,7 @@ from verl_profiling.engines import adapter_named
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.workers import RequestLog, RolloutCaptureMixin
+from verl_profiling.workers.processes import join_run
 
 logger = logging.getLogger(__name__)
 
@@ -101,13 +102,19 @@ def start_recorder(place: str, engine: Any, batch_methods: Sequence[str] = ()) -
     config = settings(place)
     if config is None or engine in _refused:
         return False
+    event_loop = None if batch_methods else asyncio.get_running_loop()
+    server, taker = EngineServer(), recorded(engine)
     try:
-        loop = EngineLoop(engine, config, batch_methods)
+        if not join_run(config.local_folder, server, taker, event_loop):
+            callback = ProfilingCallback(config, blocks_event_loop=True)
+            server.init_capture(config, engine=taker)
+            callback.add_rollout(server, loop=event_loop)
+            loop = EngineLoop(callback, server.requests)
+            loop.begin(engine, batch_methods)
     except Exception as error:
         _refused.add(engine)
         _say(error)
         return False
-    loop.begin()
     return True
 
 
@@ -130,47 +137,43 @@ class EngineLoop:
     """Calls the hooks of a callback for the work of one engine.
 
     Args:
-        engine: The object that takes requests.
-        config: The settings.
-        batch_methods: Methods that return a whole batch.
-
-    Raises:
-        ProfilingError: The engine, or the settings, do not allow captures.
+        callback: The callback, with the engine's server.
+        requests: The log of the engine's requests.
     """
 
-    def __init__(self, engine: Any, config: ProfilingConfig, batch_methods: Sequence[str]) -> None:
-        self._callback = ProfilingCallback(config, blocks_event_loop=True)
-        server = EngineServer()
-        server.init_capture(config, engine=recorded(engine))
-        self._requests = server.requests
-        loop = None if batch_methods else asyncio.get_running_loop()
-        self._callback.add_rollout(server, loop=loop)
-        self._is_batch = bool(batch_methods)
+    def __init__(self, callback: ProfilingCallback, requests: RequestLog) -> None:
+        self._callback = callback
+        self._requests = requests
         self._number = 0
-        self._begin_s = self._busy_s = 0.0
+        self._begin_s = 0.0
         self._tokens: list[object] = []
-        self._longest_s = config.watch.hang_s / _STEPS_IN_A_HANG
-        self._longest_captured_s = config.rollout.max_window_s or math.inf
+        self._sums = process_session().sums
+        self._longest_s = callback.config.watch.hang_s / _STEPS_IN_A_HANG
+        self._longest_captured_s = callback.config.rollout.max_window_s or math.inf
         self._ended = threading.Event()
-        self._thread = threading.Thread(
-            target=self._make_steps, name="verl-profiling-engine", daemon=True
-        )
-        for method in batch_methods:
-            self._make_steps_of(engine, method)
+        self._thread: threading.Thread | None = None
 
-    def begin(self) -> None:
-        """Begin the run, which ends with the process."""
+    def begin(self, engine: Any, batch_methods: Sequence[str]) -> None:
+        """Begin the run, which ends with the process.
+
+        Args:
+            engine: The object that takes requests.
+            batch_methods: Methods that return a whole batch, each call of which is a step.
+        """
         self._callback.on_train_begin()
         atexit.register(self._end)
-        self._sums = process_session().sums
         if self._sums is not None:
             self._sums.tokens.append(self._idle_ns)
-        if not self._is_batch:
+        for method in batch_methods:
+            self._make_steps_of(engine, method)
+        if not batch_methods:
+            name = "verl-profiling-engine"
+            self._thread = threading.Thread(target=self._make_steps, name=name, daemon=True)
             self._thread.start()
 
     def _end(self) -> None:
         self._ended.set()
-        if not self._is_batch:
+        if self._thread is not None:
             self._thread.join(_EXIT_S)
         self._callback.on_train_end()
 

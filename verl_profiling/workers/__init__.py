@@ -10,13 +10,14 @@ from verl_profiling.workers.base import (
     RewardCaptureMixin,
 )
 from verl_profiling.workers.nsys_launch import nsys_runtime_env
-from verl_profiling.workers.processes import WorkerProcesses, join_callback
+from verl_profiling.workers.processes import EngineProcesses, WorkerProcesses, join_callback
 from verl_profiling.workers.rollout import RolloutCaptureMixin, SGLangCaptureMixin, VLLMCaptureMixin
 
 __all__ = [
     "AgentLoopCaptureMixin",
     "CaptureMixin",
     "CaptureTimers",
+    "EngineProcesses",
     "FSDPCaptureMixin",
     "MegatronCaptureMixin",
     "OpenRequest",

@@ -11,15 +11,23 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 from weakref import WeakSet
 
+import msgspec
+
 from verl_profiling.controller.targets import Call, Target, WorkerLostError, make_targets, wait_for
+from verl_profiling.errors import CaptureStateError
+from verl_profiling.files.opener import UNDECODABLE, make_folder, read_small
+from verl_profiling.files.run_files import write_json_atomically
+from verl_profiling.identity import ROLLOUT_ROLE, ProcessId
+from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.typed_values import Positive, value_of
 from verl_profiling.watch.sums import NO_LOOKS, WatchQuestion
 
@@ -27,6 +35,12 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 128
 """Processes that may join at the same time: Linux lets no more wait by default before 5.4."""
+
+CALLBACK = "callback.json"
+"""The file in a run's folder by which engines find its callback."""
+
+_OTHERS_WRITE = 0o022
+_ANSWER_S = 5.0  # of a thread of the callback's process; an engine waits at its first request
 
 _NO_LIMIT_S = 1e9
 """Timeout of a call here: it is the callback that waits with a timeout."""
@@ -63,10 +77,13 @@ class WorkerProcesses:
         address: The argument of :func:`join_callback` in these processes.
     """
 
+    _absent = "has not joined: call join_callback(worker, address, rank=...) in it"
+
     def __init__(self, size: int) -> None:
         self.world_size: int = value_of(Positive, size, "WorkerProcesses")
         self._members: list[_Member | None] = [None] * self.world_size
         self._lock = threading.Lock()
+        self._settings: dict[str, Any] | None = None
         self._listener = Listener(family="AF_UNIX", backlog=_AT_ONCE)
         _connections.add(self._listener)
         self._closed = False
@@ -79,8 +96,7 @@ class WorkerProcesses:
         for member in self._members:
             future: Future[Any] = Future()
             if member is None:
-                clause = "has not joined: call join_callback(worker, address, rank=...) in it"
-                future.set_exception(WorkerLostError(clause))
+                future.set_exception(WorkerLostError(self._absent))
             else:
                 member.call(future, method, arguments)
             futures.append(future)
@@ -106,8 +122,8 @@ class WorkerProcesses:
         try:
             rank, pid = connection.recv()
             member = _Member(connection, pid)
-            refusal = self._refusal(rank, member)
-            connection.send(refusal)
+            rank, refusal = self._take(rank, member)
+            connection.send((refusal, rank, self._settings))
         except (EOFError, OSError):  # it has ended meanwhile
             return
         if refusal:
@@ -116,16 +132,120 @@ class WorkerProcesses:
             _start(member.send)
             member.read()
 
-    def _refusal(self, rank: int, member: _Member) -> str:
-        """Take a process as a rank; return the reason if that is not possible, else nothing."""
+    def _take(self, rank: int | None, member: _Member) -> tuple[int, str]:
+        """Take a process as a rank, or as the first free one.
+
+        Returns:
+            The rank, and the reason if that is not possible; else nothing.
+        """
         with self._lock:
+            if rank is None:
+                rank = self._first_free()
             if not 0 <= rank < self.world_size:
-                return f"rank {rank} is none of {self.world_size} processes, which count from 0"
+                return (
+                    rank,
+                    f"rank {rank} is none of {self.world_size} processes, which count from 0",
+                )
             earlier = self._members[rank]
             if earlier is not None and not earlier.ended:
-                return f"rank {rank} has joined already (pid {earlier.pid}); pass another rank"
+                return (
+                    rank,
+                    f"rank {rank} has joined already (pid {earlier.pid}); pass another rank",
+                )
             self._members[rank] = member
-            return ""
+            return rank, ""
+
+    def _first_free(self) -> int:
+        for rank, member in enumerate(self._members):
+            if member is None or member.ended:
+                return rank
+        return self.world_size
+
+
+class EngineProcesses(WorkerProcesses):
+    """The engines that the plugin records, as replicas of a rollout, for ``add_rollout``.
+
+    An engine of this host joins at its first request, as the first replica that is free.
+
+    Args:
+        config: The same settings as the callback's.
+        replicas: Number of engines.
+
+    Raises:
+        ConfigError: The settings are wrong, or there is no number of engines.
+        OSError: The run's folder cannot be written.
+    """
+
+    _absent = "has not joined: an engine with VERL_PROFILING_RUN set does so at its first request"
+
+    def __init__(
+        self, config: ProfilingConfig | Mapping[str, Any] | None, replicas: int = 1
+    ) -> None:
+        super().__init__(replicas)
+        settings = ProfilingConfig.from_any(config)
+        self._settings = settings.to_dict()
+        if settings.enable:
+            place = CallbackPlace(address=self.address, process=ProcessId.current())
+            make_folder(settings.local_folder)
+            write_json_atomically(settings.local_folder / CALLBACK, place, durable=False)
+
+
+class CallbackPlace(msgspec.Struct, kw_only=True):
+    """The content of the file by which engines find the callback of their run.
+
+    Attributes:
+        address: The socket.
+        process: The process of the callback.
+    """
+
+    address: str
+    process: ProcessId
+
+
+def join_run(
+    folder: Path, server: Any, engine: Any, loop: asyncio.AbstractEventLoop | None
+) -> bool:
+    """Let the callback of a run record an engine of this process.
+
+    Args:
+        folder: The run's folder.
+        server: The worker that the callback calls, before its ``init_capture``.
+        engine: The engine.
+        loop: Event loop on which the worker's coroutines run.
+
+    Returns:
+        Whether the run has a callback on this host, which still lives.
+
+    Raises:
+        ProfilingError: The callback refuses the engine, or cannot record it.
+    """
+    place = _callback_in(folder)
+    if place is None or not place.process.alive():
+        return False
+    connection, replica, settings = _join(place.address, None)
+    try:
+        server.init_capture(settings, engine=engine, replica=replica)
+        [target] = make_targets(ROLLOUT_ROLE, server, loop)
+    except BaseException:
+        connection.close()
+        raise
+    _start(_answer, connection, target)
+    return True
+
+
+def _callback_in(folder: Path) -> CallbackPlace | None:
+    """Read the file of a callback; ``None`` unless this user, and nobody else, can have written it.
+
+    What is at the socket is trusted.
+    """
+    path = folder / CALLBACK
+    try:
+        state = path.lstat()
+        if state.st_uid != os.geteuid() or state.st_mode & _OTHERS_WRITE:
+            return None
+        return msgspec.json.decode(read_small(path), type=CallbackPlace)
+    except (OSError, *UNDECODABLE):
+        return None
 
 
 class _Member:
@@ -202,17 +322,37 @@ def join_callback(
     rank = value_of(int, rank, "join_callback: rank")
     [target] = make_targets("worker", worker, loop)
     try:
+        connection, _, _ = _join(address, rank)
+    except CaptureStateError as error:
+        logger.error("%s", error)
+        return
+    _start(_answer, connection, target)
+
+
+def _join(address: str, rank: int | None) -> tuple[Connection, int, dict[str, Any] | None]:
+    """Join a callback; return the connection, the rank and the callback's settings.
+
+    Args:
+        address: Address of the callback's :class:`WorkerProcesses`.
+        rank: The rank; ``None`` for the first free one.
+
+    Raises:
+        CaptureStateError: There is no callback, or it refuses.
+    """
+    try:
         connection = Client(address)
         connection.send((rank, os.getpid()))
-        refusal = connection.recv()
+        if not connection.poll(_ANSWER_S):
+            raise TimeoutError("it does not answer")
+        refusal, rank, settings = connection.recv()
     except (EOFError, OSError) as error:
-        logger.error("no callback listens at %s, so nothing here is captured: %s", address, error)
-        return
+        raise CaptureStateError(
+            f"no callback listens at {address}, so nothing here is captured: {error}"
+        ) from error
     if refusal:
-        logger.error("nothing of this process is captured: %s", refusal)
-        return
+        raise CaptureStateError(f"nothing of this process is captured: {refusal}")
     _connections.add(connection)
-    _start(_answer, connection, target)
+    return connection, rank, settings
 
 
 def _answer(connection: Connection, target: Target) -> None:
