@@ -183,7 +183,7 @@ class _StageWithWork(Stage):
         if sink is not None:
             begun = sink.begin(self.name)
             if isinstance(begun, OpenStage):
-                begun.work = work_from(self.name, self._facts, self._lengths)
+                _give(begun, work_from(self.name, self._facts, self._lengths))
 
 
 def replace_in_graphs(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
@@ -341,8 +341,18 @@ def add_work(facts: Mapping[str, object], lengths: Iterable[object]) -> None:
     work = None if stage is None else work_from(stage.name, facts, lengths)
     while stage is not None and work is not None:
         if not stage.end_ns:
-            stage.work = work if stage.work is None else stage.work + work
+            _give(stage, work)
         stage = stage.parent
+
+
+def _give(stage: OpenStage, work: Work | None) -> None:
+    """Add work to a stage; the watch learns of an outermost stage with work once."""
+    if stage.work is not None and work is not None:
+        stage.work += work
+        return
+    stage.work = work
+    if work is not None and isinstance(stage.sums, StageSums):
+        stage.sums.given.append(stage)
 
 
 @dataclass(eq=False, slots=True)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from verl_profiling.capture_request import Trigger
-from verl_profiling.manifest import GC, MAX_NS, WEIGHT_SYNC, Count, Ns
+from verl_profiling.manifest import GC, MAX_NS, WEIGHT_SYNC, Count, Ns, Work
 from verl_profiling.units import duration
 
 Period = tuple[Ns, Ns]
@@ -84,6 +84,7 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
         counts: The last values of the process's counters, in the last step of a reading.
         late_ns: Total lateness of the process to the collectives of each stage; ``None`` if
             unknown.
+        work: Work given to the process in the step, by outermost stage; ``None`` if unknown.
     """
 
     lane: str
@@ -98,6 +99,7 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
     collectives: Collectives | None = None
     counts: dict[str, float] | None = None
     late_ns: dict[str, int] | None = None
+    work: dict[str, Work] | None = None
 
     def each_run(self) -> Iterator[tuple[str, int, int, int]]:
         """Yield the runs of all stages: name, begin, end, and time in the stage (ns)."""
@@ -230,6 +232,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         taken_tokens: Their tokens; 0 if unknown.
         counts: The last values of counters, such as lengths of queues, each summed over the
             processes.
+        work: Work given to all processes by stage, as far as it is known.
         hang: The last hang in the step.
         noticed: The anomaly that the watch noticed in this step, or explained after this step.
         waits: Why a noticed anomaly is not captured yet, e.g. the cooldown; empty if none waits.
@@ -254,6 +257,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     taken: Count = 0
     taken_tokens: Count = 0
     counts: dict[str, float] = {}
+    work: dict[str, Work] = {}
     hang: Hang | None = None
     noticed: Trigger | None = None
     waits: str = ""
@@ -308,7 +312,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         return seconds
 
     def add_up(self) -> None:
-        """Set ``memory``, ``spans`` and ``counts`` to the sums over the processes."""
+        """Set ``memory``, ``spans``, ``counts`` and ``work`` to the sums over the processes."""
         processes = self.processes
         roles: dict[str, list[RankUse]] = {}
         for process in processes:
@@ -319,6 +323,11 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
             for name, value in of_process.items():
                 counts[name] = counts.get(name, 0) + value
         self.counts = counts
+        self.work = {}
+        for of_stage in filter(None, map(attrgetter("work"), processes)):
+            for name, work in of_stage.items():
+                known = self.work.get(name)
+                self.work[name] = work if known is None else known + work
         self.spans = _spans([*filter(attrgetter("spans"), processes)])
 
 

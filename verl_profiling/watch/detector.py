@@ -30,6 +30,7 @@ from verl_profiling.watch.suspicion import (
     with_span,
     worker_role,
 )
+from verl_profiling.watch.work_past import WorkPast
 
 LONG_S, LONG = 30.0, 3.0
 """Minimum excess of a single slow step over the median, in seconds,
@@ -68,6 +69,7 @@ class Detector:
         self._leads: dict[tuple[str, str], deque[float]] = {}
         self._noticed_leads: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._spans = SpanPast(options)
+        self._work = WorkPast(options.window)
         self._held: dict[str, deque[int]] = {}
         self._since_long = options.window
 
@@ -87,7 +89,9 @@ class Detector:
         if slow is not None and not slow.is_over:  # a slowdown of several series is detected once
             for series in (self._step, *self._stages.values(), *self._spans.series.values()):
                 series.notice()
-        return self._leading(slow, summary) or self._growing(summary)
+        self._work.add(summary)
+        suspicion = self._leading(slow, summary) or self._growing(summary)
+        return suspicion and self._work.explained(suspicion, summary)
 
     def is_named(self, suspicion: Suspicion, summary: StepSummary) -> None:
         """Record the suspects of a suspicion, so that their leads are not detected again."""

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
+from typing import Protocol
 
 import msgspec
 
@@ -20,7 +21,7 @@ from verl_profiling import clock
 from verl_profiling.files.machine import own_bytes, process_peak_bytes
 from verl_profiling.files.step_summary import OTHERS, Period, RankUse, SpanTotal
 from verl_profiling.identity import ProcessId, WorkerIdentity
-from verl_profiling.manifest import GC, MAX_NS, WEIGHT_SYNC
+from verl_profiling.manifest import GC, MAX_NS, WEIGHT_SYNC, Work
 from verl_profiling.watch.collectives import collectives_in
 
 STAGES_OF_A_STEP = 16
@@ -114,6 +115,14 @@ class Begun(msgspec.Struct, eq=False, gc=False):
     begin_ns: int
 
 
+class StageWithWork(Protocol):
+    """A stage with known work, which may be open."""
+
+    name: str
+    begin_ns: int
+    work: Work | None
+
+
 def process_memory() -> tuple[int, int]:
     """Return peak and current memory of this process, in bytes; 0 for an unknown value.
 
@@ -144,6 +153,7 @@ class StageSums:
     Attributes:
         spans: Sums of the process's trajectories and spans.
         open: The outermost stages that are open, by ``id``.
+        given: The last outermost stages with known work, in order.
         tokens: Functions whose value changes when an engine makes a token: the engine makes
             progress.
     """
@@ -152,6 +162,7 @@ class StageSums:
         self.spans = SpanSums()
         self._ended: deque[tuple[str, int, int, int, int]] = deque(maxlen=most)
         self.open: dict[int, Begun] = {}
+        self.given: deque[StageWithWork] = deque(maxlen=most)
         self.tokens: list[Callable[[], object]] = []
         self._measured_ns, self._measured_after = 0, ""
         self._since_ns = clock.now_ns()
@@ -198,6 +209,7 @@ class StageSums:
             _divide(runs, stage.name, stage.begin_ns - ahead_ns, now_ns, steps, is_open=True)
         totals = self.spans.of_steps(steps, ahead_ns)
         entered = collectives_in(steps, ahead_ns) if collectives else [None] * len(steps)
+        given = self._given_in(steps, ahead_ns) if self.given else None
         uses: list[RankUse | None] = []
         for at, (_, end_ns) in enumerate(steps):
             if end_ns < self._since_ns - ahead_ns:
@@ -215,6 +227,7 @@ class StageSums:
                 spans=totals[at],
                 collectives=entered[at],
                 counts={**self.spans.counts} or None if is_last else None,
+                work=None if given is None else given[at],
             )
             uses.append(use)
         return uses
@@ -232,6 +245,25 @@ class StageSums:
             if peak and at is not None:
                 memory[at] = max(peak, memory[at][0]), memory[at][1] or held
         return memory
+
+    def _given_in(
+        self, steps: Sequence[Period], ahead_ns: int
+    ) -> list[dict[str, Work] | None] | None:
+        """Return the work of the stages that began in each step, by stage."""
+        if not steps:
+            return None
+        while self.given and self.given[0].begin_ns - ahead_ns < steps[0][0] - _SLACK_NS:
+            self.given.popleft()  # no earlier steps are requested any more
+        found: list[dict[str, Work] | None] = [None] * len(steps)
+        for stage in list(self.given):
+            begin_ns = stage.begin_ns - ahead_ns
+            at = bisect_right(steps, begin_ns, key=_begin_of) - 1
+            if stage.work is not None and at >= 0 and begin_ns <= steps[at][1]:
+                of_step = found[at] = found[at] or {}
+                name = _name_in(of_step, stage.name)
+                known = of_step.get(name)
+                of_step[name] = stage.work if known is None else known + stage.work
+        return found
 
     def read(self, identity: WorkerIdentity, question: WatchQuestion) -> WatchReading:
         """Return the reply of a worker of this process to a request of the watch."""
