@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
 import pytest
+from drawn_steps import Worker, drawn_inputs
+from msgspec.structs import replace
 
+from verl_profiling.analysis import open_step
+from verl_profiling.files.run_files import write_json_atomically
+from verl_profiling.manifest import MANIFEST_NAME, Work
+from verl_profiling.report.model import Finding, Report
 from verl_profiling.slices.work import LEAST_RUNS, Explained, Runs, explained
+
+REDUCE = "ncclDevKernel_AllReduce_Sum"
 
 
 def runs(
@@ -69,3 +81,85 @@ def test_a_run_in_which_a_peer_stood_still_does_not_count() -> None:
     assert isinstance(paused, Explained)
     # the mean of the peers has the pause, what the work takes has not
     assert paused.data_s + 2.0 == pytest.approx(quiet.data_s, abs=quiet.error_s)
+
+
+def captured(
+    folder: Path, tokens: Sequence[Sequence[int]], slow: Sequence[float], *, passed: bool = True
+) -> Report:
+    """Return the report of ranks that meet in a collective at the end of each micro-batch.
+
+    A micro-batch takes 20 ms, and 100 ms a thousand tokens.
+    """
+    at, spans, kernels = 0.0, [], [[] for _ in tokens]
+    for of_ranks in zip(*tokens, strict=True):
+        own_s = [factor * (0.02 + many / 1e4) for many, factor in zip(of_ranks, slow, strict=True)]
+        end = at + max(own_s) + 0.001
+        for rank, took_s in enumerate(own_s):
+            kernels[rank] += [("gemm", at, at + took_s), (REDUCE, at + took_s, end)]
+        spans.append(("micro_batch", at, end, 1))
+        at = end
+    ranks = list(range(len(tokens)))
+    stages = [("update_actor", 0, at), *spans]
+    workers = [
+        Worker("actor", rank, stages=stages, kernels=kernels[rank], groups=[ranks])
+        for rank in ranks
+    ]
+    inputs = drawn_inputs(folder, stages[:1], workers, at)
+    if passed:
+        each = [
+            replace(worker, stages=with_work(worker.stages, of_rank))
+            for worker, of_rank in zip(inputs.manifest.workers, tokens, strict=True)
+        ]
+        write_json_atomically(folder / MANIFEST_NAME, replace(inputs.manifest, workers=each))
+    return open_step(folder).report()
+
+
+def with_work(spans: list, tokens: Sequence[int]) -> list:
+    """Return the spans of a rank, its micro-batches with these tokens."""
+    left = iter(tokens)
+    return [
+        replace(span, work=Work(tokens=next(left))) if span.name == "micro_batch" else span
+        for span in spans
+    ]
+
+
+def of_slow_rank(report: Report) -> Finding:
+    [finding] = [one for one in report.findings if one.rule == "straggler"]
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("ranks", "data", "machine"), [(2, 2.0, 1.0), (4, 2.0, 1.0), (2, 1.0, 2.0), (4, 1.5, 1.5)]
+)
+def test_the_finding_of_a_slow_rank_names_both_parts(
+    ranks: int, data: float, machine: float, tmp_path: Path
+) -> None:
+    """Waits in collectives do not count; the parts are what the drawn times give."""
+    chance = np.random.default_rng(3)
+    tokens = chance.integers(500, 1500, (ranks, 12))
+    tokens[1] = data * tokens[0]
+    slow = [machine if rank == 1 else 1.0 for rank in range(ranks)]
+    report = captured(tmp_path, tokens.tolist(), slow)
+    [row] = [row for row in report.stragglers if row.stage == "update_actor"]
+    others = np.delete(tokens, 1, axis=0).sum(axis=1).mean()
+    assert row.slowest == "actor_rank1"
+    assert row.data_us == pytest.approx(1e2 * (tokens[1].sum() - others), abs=2e4)
+    assert row.tokens == pytest.approx(tokens[1].sum() / others)
+    assert row.fitted == f"{12 * (ranks - 1)} runs of micro_batch"
+    assert re.search(
+        r" It is last by .* are its data \([\d.]+ times the tokens\), .* the machine, give or ",
+        of_slow_rank(report).text,
+    )
+
+
+def test_a_slow_rank_without_enough_facts_has_a_sentence_on_what_is_missing(tmp_path: Path) -> None:
+    """Too few runs say so; without any fact the advice has the line of code."""
+    few = [[1000, 900, 1200], [2000, 1800, 2400]]
+    (tmp_path / "few").mkdir()
+    assert of_slow_rank(captured(tmp_path / "few", few, [1, 1])).text.endswith(
+        " Data or machine: cannot tell: 3 runs of its peers, 8 are needed."
+    )
+    (tmp_path / "none").mkdir()
+    finding = of_slow_rank(captured(tmp_path / "none", few, [1, 1], passed=False))
+    assert finding.advice.endswith('with stage("update_actor").given(lengths=lengths)')
+    assert "data" not in finding.text
