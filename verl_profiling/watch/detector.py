@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from statistics import median
 
 from msgspec.structs import replace
@@ -103,19 +104,17 @@ class Detector:
         """Return a suspicion if the step, or one of its stages, has become slow."""
         options, step, times = self._options, self._step, summary.exposed_s
         self._count(times)
-        seldom_s = sum(times.get(stage, 0.0) for stage in self._seldom)
+        seldom_s = sum(times[stage] for stage in self._seldom & times.keys())
         amount = step.measure(summary.seconds - seldom_s, options.slow_step, LEAST_S)
         matters_s = max(MATTERS * step.past.usual, LEAST_S)
-        stages = {stage: self._stages[stage] for stage in times}
-        amounts = {
-            stage: series.measure(times[stage], options.slow_stage, matters_s)
-            for stage, series in stages.items()
-        }
-        slow_s = {
-            stage: series.excess
-            for stage, series in stages.items()
-            if amounts[stage] > 0 or series.score
-        }
+        stages: dict[str, Series] = {}
+        amounts: dict[str, float] = {}
+        slow_s: dict[str, float] = {}
+        for stage, took_s in times.items():
+            series = stages[stage] = self._stages[stage]
+            amounts[stage] = series.measure(took_s, options.slow_stage, matters_s)
+            if amounts[stage] > 0 or series.score:
+                slow_s[stage] = series.excess
         among = _slow_roles(summary, slow_s)
         is_slow_step = step.add(amount / among)
         news = [stage for stage, series in stages.items() if series.add(amounts[stage] / among)]
@@ -142,7 +141,9 @@ class Detector:
         """Return whether the step alone is much longer, as the first one in a window."""
         step = self._step
         is_long = step.score > 0 and step.excess >= max(LONG_S, LONG * step.past.usual)
-        since, self._since_long = self._since_long, 1 if is_long else self._since_long + 1
+        since, self._since_long = self._since_long, self._since_long + 1
+        if is_long:
+            self._since_long = 1
         return is_long and since >= self._options.window
 
     def _slow_stage(self, stage: str, summary: StepSummary) -> Suspicion:
@@ -225,7 +226,7 @@ class Detector:
         workers = [use for use in summary.workers if use.role == worker_role(name)]
         if not workers:
             workers = [use for use in summary.workers if use.role == role and _has(use, name)]
-        everyone = [use.lane for use in workers]
+        everyone = [*map(attrgetter("lane"), workers)]
         suspicion = replace(suspicion, span=name, everyone=everyone)
         return with_span(suspicion, summary, role, name)
 

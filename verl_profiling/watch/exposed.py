@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ TIED = 0.05
 
 LATE = 0.08
 """Minimum lateness to collectives with which a process leads, as a share of the stage."""
+
+_lane = attrgetter("lane")
 
 
 class Standing(NamedTuple):
@@ -78,8 +81,8 @@ def compared(role: str, lanes: Sequence[str], slices: Slices, group: Ints) -> li
     longest_ns = durations.max(axis=1)
     if many == 1:
         return [
-            Standing(role, lanes, took, longest, lanes[0], 0, 1.0, True)
-            for took, longest in zip(durations, longest_ns.tolist(), strict=True)
+            Standing(role, lanes, took, float(took[0]), lanes[0], 0, 1.0, True)
+            for took in durations
         ]
     last_ends = np.full(groups * many, -np.inf)
     np.maximum.at(last_ends, place, slices.end)
@@ -106,13 +109,14 @@ def compared(role: str, lanes: Sequence[str], slices: Slices, group: Ints) -> li
                 clear[row] = lead_ns[row] > least_ns
                 work[row] = max(0.0, float(longest_ns[row]) - late_ns) + late
     ratios = np.maximum(many * work.max(axis=1) / np.maximum(work.sum(axis=1), 1.0), 1.0)
-    columns = (longest_ns, leader, np.round(lead_ns).astype(int), ratios, clear)
-    return [
-        Standing(role, lanes, took, longest, lanes[first], lead, ratio, is_clear)
-        for took, longest, first, lead, ratio, is_clear in zip(
-            durations, *[column.tolist() for column in columns], strict=True
-        )
-    ]
+    columns = (
+        longest_ns.tolist(),
+        map(lanes.__getitem__, leader.tolist()),
+        np.round(lead_ns).astype(int).tolist(),
+        ratios.tolist(),
+        clear.tolist(),
+    )
+    return [*map(partial(Standing, role, lanes), durations, *columns)]
 
 
 def _leads(values: Floats, leader: Ints) -> Floats:
@@ -162,29 +166,30 @@ def exposed_in(
         is_silent: Whether no worker of a role has answered. It may have worked where no other did.
     """
     path_ns = _path_by_stage(slices)
-    return [
-        _rows(summary, each, {name: path_ns[step, name] for name in each})
-        for step, (summary, each) in enumerate(
-            zip(slices.summaries, standings_in(slices, has_workers, is_silent), strict=True)
-        )
-    ]
+    each = standings_in(slices, has_workers, is_silent)
+    return [_rows(slices.summaries[step], each[step], path_ns, step) for step in range(len(each))]
 
 
 def _rows(
-    summary: StepSummary, each: dict[str, list[Standing]], path_ns: Mapping[str, float]
+    summary: StepSummary,
+    each: dict[str, list[Standing]],
+    path_ns: Mapping[tuple[int, str], float],
+    step: int,
 ) -> list[ExposedStage]:
     """Return the exposed times of a step, from the standings and the path's time in each stage."""
     left_ns, rows = summary.duration_ns, []
     for name, [standing, *_] in each.items():
-        exposed_ns = min(int(path_ns[name]), left_ns)
+        if not standing.clear:
+            standing = standing.unclear()
+        exposed_ns = min(int(path_ns[step, name]), left_ns)
         left_ns -= exposed_ns
         rows.append(
             ExposedStage(
                 name=name,
                 exposed_ns=exposed_ns,
                 role=standing.role,
-                leader=standing.leader if standing.clear else "",
-                lead_ns=standing.lead_ns if standing.clear else 0,
+                leader=standing.leader,
+                lead_ns=standing.lead_ns,
                 imbalance=standing.imbalance,
             )
         )
@@ -269,7 +274,7 @@ def _of_loop(slices: StepSlices) -> list[dict[str, Standing]]:
     if len(uses) > 1:
         order.sort(key=partial(_median_begin, loop))
     own = loop._replace(who=loop.who % slices.many)
-    each = compared(uses[0].role, [use.lane for use in uses], own, loop.name)
+    each = compared(uses[0].role, [*map(_lane, uses)], own, loop.name)
     for number, (step, name) in zip(order, slices.stages(np.array(order)), strict=True):
         found[step][name] = each[number]
     return found
@@ -292,7 +297,7 @@ def _works(slices: StepSlices) -> Mapping[tuple[int, str], list[Standing]]:
         rows = roles == role
         work, is_key = called.at(rows), np.bincount(keys[rows]) > 0
         first, last = np.searchsorted(slices.role_of, (role, role + 1)).tolist()
-        lanes = [use.lane for use in slices.processes[first:last]]
+        lanes = [*map(_lane, slices.processes[first:last])]
         work = work._replace(who=work.who % slices.many - first)
         group = (np.cumsum(is_key) - 1)[keys[rows]]
         parts = defaultdict[int, dict[str, Standing]](dict)
@@ -347,7 +352,7 @@ def _unclear_roles(summary: StepSummary) -> set[str]:
     """Return the roles of which no process leads: agent loops may have sent more to an engine, and
     without a stage may have kept the loop waiting.
     """
-    with_spans = [use for use in summary.workers if use.spans]
+    with_spans = [*filter(attrgetter("spans"), summary.workers)]
     agents = [use for use in with_spans if TRAJECTORY in [total.name for total in use.spans]]
     if any(not use.stages for use in agents):
         return {ROLLOUT_ROLE, *(use.role for use in summary.loop)}

@@ -31,13 +31,15 @@ def made_in(summary: StepSummary) -> tuple[int, int]:
 
     Without trajectories, the first number is of engine requests.
     """
-    uses = [use for use in summary.processes if use.spans]
-    spans = [(use.role, one) for use in uses for one in use.spans]
-    requests = sum(
-        one.runs for role, one in spans if role == ROLLOUT_ROLE and one.name == _GENERATE
-    )
-    made = [one for _, one in spans if one.name == TRAJECTORY]
-    return sum(one.runs for one in made) or requests, sum(one.tokens for one in made)
+    made = tokens = requests = 0
+    for use in summary.processes:
+        for total in use.spans:
+            if total.name == TRAJECTORY:
+                made += total.runs
+                tokens += total.tokens
+            elif total.name == _GENERATE and use.role == ROLLOUT_ROLE:
+                requests += total.runs
+    return made or requests, tokens
 
 
 def idle_in(slices: StepSlices, has_workers: bool) -> list[tuple[Idle | None, Idle | None]]:
@@ -53,11 +55,11 @@ def idle_in(slices: StepSlices, has_workers: bool) -> list[tuple[Idle | None, Id
             workers' replies.
     """
     summaries, first = slices.summaries, slices.summaries[0]
-    is_controller = [use.role for use in first.loop] == ["controller"]
-    if not first.loop or (has_workers and not first.workers and is_controller):
+    is_alone = len(first.loop) == 1 and not first.workers
+    if not first.loop or (has_workers and is_alone and first.loop[0].role == "controller"):
         return [(None, None)] * len(summaries)
-    if len(first.loop) == 1 and not first.workers and not first.background:
-        return [_alone(summary) for summary in summaries]
+    if is_alone and not first.background:
+        return [*map(_alone, summaries)]
     sides = _Sides(slices)
     trainers = sides.idle(sides.training, sides.causes_of_training)
     rollouts = sides.idle(sides.rollout, sides.causes_of_rollout)
@@ -98,9 +100,8 @@ class _Sides:
         self._others = work.at(is_other)
         if {*slices.roles}.difference(_NOT_TRAINING):
             side = work.at(~is_other)
-        waits = [name for name in slices.names if name.startswith(WAIT)]
         generates = slices.named(side, ROLLOUT, _GENERATE)
-        self.training = side.at(~(generates | slices.named(side, *waits))).flat()
+        self.training = side.at(~(generates | slices.named(side, *slices.wait_names))).flat()
         self.rollout = self._rollout(side.at(generates))
 
     def _rollout(self, generating: Slices) -> Slices:
@@ -178,12 +179,13 @@ class _Sides:
         total_ns = np.bincount(step * shape[1] + cause_of, idle_ns, shape[0] * shape[1])
         step_ns = slices.ends - slices.begins
         shares = total_ns.reshape(shape) / np.maximum(step_ns, 1)[:, None]
-        is_known = ((processes > 0) & (step_ns > 0)).tolist()
-        largest = map(self._largest, shares.tolist())
-        return [idle if known else None for idle, known in zip(largest, is_known, strict=True)]
+        is_known = (processes > 0) & (step_ns > 0)
+        return [*map(self._largest, shares.tolist(), is_known.tolist())]
 
-    def _largest(self, shares: list[float]) -> Idle:
+    def _largest(self, shares: list[float], is_known: bool) -> Idle | None:
         """Return the idle time of all causes, as shares of a step, and the largest of them."""
+        if not is_known:
+            return None
         most = max(shares)
         return Idle(_rounded(sum(shares)), self._causes[shares.index(most)], _rounded(most))
 

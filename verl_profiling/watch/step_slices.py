@@ -72,10 +72,10 @@ class StepSlices:
         self.many, self._of_loop = len(self.processes), len(first.loop)
         self.roles, role_of = numbered([*map(_role, self.processes[self._of_loop :])])
         self.role_of = np.append(np.full(self._of_loop, -1), role_of)
-        self.ends = np.cumsum([summary.duration_ns for summary in summaries])
+        self.ends = np.cumsum([*map(attrgetter("duration_ns"), summaries)])
         self.begins = np.append(0, self.ends[:-1])
         # The loop's processes in all steps come first, so that each side is a slice of the table.
-        uses = [*chain(*[summary.loop for summary in summaries])]
+        uses = [*chain(*map(attrgetter("loop"), summaries))]
         of_loop = sum(len(use.runs) for use in uses) // _ROW_BYTES
         uses += [summary.workers[number] for summary in summaries for number in by_role]
         first_of_step = self.many * np.arange(len(summaries))[:, None]
@@ -102,8 +102,8 @@ class StepSlices:
         self.names, name_of_line = numbered([*chain(*names_of)])
         line = np.cumsum([0, *map(len, names_of)])[text_of]
         step, process = np.divmod(who, max(self.many, 1))
-        origin = np.array([summary.begin_ns for summary in self.summaries]) - self.begins
-        runs = [use.runs for use in uses]
+        origin = np.array([*map(attrgetter("begin_ns"), self.summaries)]) - self.begins
+        runs = [*map(attrgetter("runs"), uses)]
         rows = np.frombuffer(b"".join(runs), np.int64).reshape(-1, 4)
         length = np.fromiter(map(len, runs), np.int64, len(runs)) // _ROW_BYTES
         of_uses = who, self.role_of[process], step * len(self.names), line, origin[step]
@@ -144,7 +144,7 @@ class StepSlices:
 
     def in_roles(self, slices: Slices, *roles: str) -> NDArray[np.bool_]:
         """Return a mask of the workers' slices in processes of these roles."""
-        is_in_role = np.fromiter((role in roles for role in self.roles), bool, len(self.roles))
+        is_in_role = np.fromiter(map(roles.__contains__, self.roles), bool, len(self.roles))
         return np.asarray(is_in_role[slices.role])
 
     def stages(self, names: Ints) -> list[tuple[int, str]]:
@@ -159,13 +159,20 @@ class StepSlices:
 
     def _within(self, slices: Slices) -> Slices:
         """Return the slices clipped to their steps, without those that have no time."""
+        if not slices.who.size:
+            return slices
         step = self.step(slices)
         return slices.within(self.begins[step], self.ends[step])
+
+    @property
+    def wait_names(self) -> list[str]:
+        """Names of the stages that only wait."""
+        return [name for name in self.names if name.startswith(WAIT)]
 
     @cached_property
     def waits(self) -> NDArray[np.bool_]:
         """Whether the loop waits for something in the background, for each row of the spine."""
-        return self.named(self.spine, *[name for name in self.names if name.startswith(WAIT)])
+        return self.named(self.spine, *self.wait_names)
 
     @cached_property
     def called(self) -> Slices:

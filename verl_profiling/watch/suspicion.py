@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from statistics import median
 
 from msgspec.structs import replace
@@ -41,6 +43,8 @@ _MOST_SPANS_NAMED = 2  # in a reason, which is one line of the log
 SpanKey = tuple[str, str]
 """Role of the processes, and name of the spans."""
 
+_lane = attrgetter("lane")
+
 
 class Suspicion(Trigger, frozen=True, kw_only=True):
     """An anomaly that the watch detected in a step, and the processes that may be its cause.
@@ -71,12 +75,15 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
         ran: dict[str, None] = {}
         for standing in working:
             found = stand_out(standing)
-            peers += healthiest(standing.by_lane(), found) if found else []
-            suspects += [lane for lane in found if lane not in suspects]
-            ran |= dict.fromkeys(standing.ran) if found else {}
-        suspects = suspects[:MOST_SUSPECTS]
-        everyone = list(working[0].lanes) if working and not suspects else []
-        ran |= dict.fromkeys(working[0].ran) if everyone else {}
+            if found:
+                peers += healthiest(standing.by_lane(), found)
+                suspects += found
+                ran |= dict.fromkeys(standing.ran)
+        suspects = [*dict.fromkeys(suspects)][:MOST_SUSPECTS]
+        everyone: list[str] = []
+        if working and not suspects:
+            everyone = [*working[0].lanes]
+            ran |= dict.fromkeys(working[0].ran)
         return replace(self, suspects=suspects, peers=peers, everyone=everyone, ran=list(ran))
 
     @property
@@ -189,10 +196,8 @@ class SpanPast:
         rows = []
         for key, total in totals.items():
             past = self._past_of(key)
-            usual_ns, runs = (
-                median(one.duration_ns for one in past),
-                median(one.runs for one in past),
-            )
+            usual_ns = median(map(attrgetter("duration_ns"), past))
+            runs = median(map(attrgetter("runs"), past))
             more_ns = total.duration_ns - usual_ns
             if (
                 more_ns >= enough_ns
@@ -271,8 +276,7 @@ def explained(
         sentences.append(
             "meanwhile no process was in a stage, so the loop's own code took the time"
         )
-        loop = [use.lane for use in summary.loop]
-        suspicion = replace(suspicion, suspects=loop[:1])
+        suspicion = replace(suspicion, suspects=[*map(_lane, summary.loop[:1])])
     reason = "; ".join([suspicion.reason, *suspicion.who, *sentences])
     return replace(suspicion, reason=reason)
 
@@ -296,7 +300,7 @@ def _grown(
     """
     working = standings(summary).get(suspicion.stage, [])
     roles = _roles_at_work(working, summary)
-    ran = {name for standing in working for name in standing.ran}
+    ran = {*chain(*map(attrgetter("ran"), working))}
     least_ns = (suspicion.value - suspicion.median) * 1e9 / 2
     grown = {}
     for (role, name), sentence in spans.grown(totals, least_ns).items():
@@ -312,12 +316,12 @@ def _roles_at_work(working: Iterable[Standing], summary: StepSummary) -> set[str
 
     Roles without stages count if only engines, the loop or other roles with spans worked.
     """
-    lanes = {lane for standing in working for lane in standing.lanes}
+    lanes = {*chain(*map(attrgetter("lanes"), working))}
     busy = [use for use in summary.processes if use.lane in lanes]
     for use in busy:
         if not (use.has_spans or use in summary.loop or use.role == ROLLOUT_ROLE):
-            return {use.role for use in busy}
-    return {use.role for use in summary.processes}
+            return {*map(attrgetter("role"), busy)}
+    return {*map(attrgetter("role"), summary.processes)}
 
 
 def _by_growth(
@@ -336,7 +340,7 @@ def _by_growth(
     first = {use.lane for use in summary.workers if use.role == worker_role(name)}
     suspects = sorted(suspicion.suspects, key=lambda lane: lane not in first)
     suspicion = replace(suspicion, suspects=suspects)
-    if doing or {*suspects} <= {use.lane for use in summary.loop}:
+    if doing or {*suspects}.issubset(map(_lane, summary.loop)):
         return with_span(suspicion, summary, *[*doing, *grown][0])
     return suspicion
 
@@ -371,7 +375,8 @@ def with_span(suspicion: Suspicion, summary: StepSummary, role: str, span: str) 
 def _slowest(took: Mapping[str, float]) -> str:
     """Return the lane whose value exceeds the median of the others; empty if none does."""
     slowest = max(took, key=took.__getitem__, default="")
-    others = [took[lane] for lane in took if lane != slowest]
-    if others and took[slowest] < NEWS * median(others):
+    others = {**took}
+    others.pop(slowest, None)
+    if others and took[slowest] < NEWS * median(others.values()):
         return ""
     return slowest
