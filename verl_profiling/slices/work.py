@@ -1,8 +1,8 @@
 """The part of a process's lead that its work explains: the time of work, fitted over its peers.
 
 The peers' runs of a stage give the time of a run as a sum of a constant, a time for each token, and
-a time for each squared length. What the leader's own work would have taken its peers is the part of
-its data; the rest is its machine.
+a time for each squared length. What the leader's additional work would have taken its peers is the
+part of its data; the rest is its machine.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ UNSURE = "cannot tell: runs of the same work took too different times"
 """Answer where the error leaves open which part is the larger one."""
 
 _OUTLIER = 3.0 * 1.48  # three deviations, by the median: a process that stood still once
+_NOISY = 0.4  # of a run: 0 to 3 of 150 drawn leads were wrong below it, 15 above
 _ERRORS = 3.0  # standard errors: 95 to 100 of 100 drawn leads lie within
 _LIKELY = 6.0  # of the squared spread: 95% of what two columns gain by chance
 _SAME = 1e-3  # of the leader's work, that may lie outside of all that its peers did
@@ -73,15 +74,19 @@ def explained(leader: Runs, peers: Sequence[Runs]) -> Explained | str:
     work, own = work / scale, _columns(leader).sum(axis=0) / scale
     if not _is_within(own, work):
         return "cannot tell: the work of its peers was the same in all runs"
-    fits = _fits(*_without_outliers(work, seconds))
-    predicted = [fit.predicted(own, len(leader.seconds)) for fit in fits]
-    own_s, _ = predicted[0]
-    errors_s = [abs(other_s - own_s) + error_s for other_s, error_s in predicted]
-    mean_s = sum(float(runs.seconds.sum()) for runs in peers) / len(peers)
+    more = own - sum(_columns(runs).sum(axis=0) for runs in peers) / len(peers) / scale
+    first = _fits(work, seconds)[0]
+    distance = np.abs(seconds - work[:, first.columns] @ first.times)
+    kept = distance <= max(_OUTLIER * float(np.median(distance)), 1e-9)
+    fits = _fits(work[kept], seconds[kept])
+    if fits[0].spread_s > _NOISY * float(seconds[kept].mean()):
+        return UNSURE
+    parts = [fit.time_of(more) for fit in fits]
+    data_s, _ = parts[0]
     mean_tokens = sum(float(runs.tokens.sum()) for runs in peers) / len(peers)
     return Explained(
-        data_s=own_s - mean_s,
-        error_s=max(errors_s),
+        data_s=data_s,
+        error_s=max(abs(other_s - data_s) + error_s for other_s, error_s in parts),
         tokens=float(leader.tokens.sum()) / max(mean_tokens, 1.0),
         runs=len(seconds),
     )
@@ -96,14 +101,6 @@ def _is_within(own: Floats, work: Floats) -> bool:
     combination = np.linalg.lstsq(work.T, own, rcond=_SAME)[0]
     rest = own - work.T @ combination
     return bool(np.abs(rest).max() <= _SAME * np.abs(own).max())
-
-
-def _without_outliers(work: Floats, seconds: Floats) -> tuple[Floats, Floats]:
-    """Return the runs that are not far from a first fit."""
-    first = _fits(work, seconds)[0]
-    distance = np.abs(seconds - work[:, first.columns] @ first.times)
-    kept = distance <= max(_OUTLIER * float(np.median(distance)), 1e-9)
-    return work[kept], seconds[kept]
 
 
 class _Fit(NamedTuple):
@@ -123,11 +120,11 @@ class _Fit(NamedTuple):
     rest: float
     spread_s: float = 0.0
 
-    def predicted(self, own: Floats, runs: int) -> tuple[float, float]:
-        """Return the time of the sum of some runs, and its error bound."""
-        work = own[self.columns]
-        variance = float(work @ self.covariance @ work) + runs
-        return float(work @ self.times), _ERRORS * self.spread_s * sqrt(variance)
+    def time_of(self, work: Floats) -> tuple[float, float]:
+        """Return the time of some work, and its error bound."""
+        work = work[self.columns]
+        error_s = _ERRORS * self.spread_s * sqrt(max(0.0, float(work @ self.covariance @ work)))
+        return float(work @ self.times), error_s
 
 
 def _fits(work: Floats, seconds: Floats) -> list[_Fit]:
