@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_profiling.predict.replay import replay, slacks_ns
-from verl_profiling.predict.segments import Graph, Poll, Segment
+from verl_profiling.predict.segments import Graph, Poll, Segment, replay, slacks_ns
 
 
 @st.composite

@@ -3,13 +3,11 @@
 ================= ===============================================================================
 module            content
 ================= ===============================================================================
-``segments``      the segments of a step, and the graph that they make
+``segments``      the segments of a step, the graph that they make, its replays and their path
 ``graph``         the graph of a step that was read
 ``loop_runs``     stages, and which of them the loop waits for
-``rollout_runs``  trajectories and requests
-``limits``        limits of concurrency, and the slots that trajectories wait for
+``rollout_runs``  trajectories and requests, and the limits of concurrency that they wait for
 ``graph_builder`` the segments of all runs, and the collectives in which they wait for each other
-``replay``        the replay of a graph, its critical path and slack
 ``changes``       the changes that a user can ask for, and the replay with them
 ``kernels``       the replay of a trace's kernels and calls, for a change of kernels
 ``kernel_order``  the calls and kernels of a trace, and which of them wait for which

@@ -12,20 +12,20 @@ import math
 import re
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.numbers.lost import ROLLOUT
 from verl_profiling.predict.kernels import KERNEL
-from verl_profiling.predict.replay import Replay, replay
-from verl_profiling.predict.segments import LAG_BY, WORK, Graph
+from verl_profiling.predict.segments import LAG_BY, WORK, Graph, Replay, Segment, replay
 from verl_profiling.slices.intervals import length, time_of
+from verl_profiling.slices.slices import Floats
 from verl_profiling.steps.nesting import UNKNOWN
 from verl_profiling.steps.records import LOOP_LAG, OTHERS
 from verl_profiling.steps.requests import VALIDATE
@@ -84,12 +84,18 @@ class Changes(msgspec.Struct, frozen=True):
 
     def options(self) -> list[str]:
         """Return the changes as options of the command."""
-        pairs = [("--scale", f"{name}={factor:.6g}") for name, factor in self.scale.items()]
-        pairs += [("--balance", _listed(name)) for name in self.balance]
+        pairs: list[tuple[str, str]] = []
+        for name, factor in self.scale.items():
+            pairs.append(("--scale", f"{name}={factor:.6g}"))
+        for name in self.balance:
+            pairs.append(("--balance", _listed(name)))
         if self.no_tail is not None:
             pairs.append(("--no-tail", f"{self.no_tail:.6g}"))
-        pairs += [("--tools", f"{name}={_said(value)}") for name, value in self.tools.items()]
-        pairs += [("--unblock", _listed(name)) for name in self.unblock]
+        for name, value in self.tools.items():
+            text = value if isinstance(value, str) else f"{value:.6g}s"
+            pairs.append(("--tools", f"{name}={text}"))
+        for name in self.unblock:
+            pairs.append(("--unblock", _listed(name)))
         for option, count in (("--replicas", self.replicas), ("--async", self.steps_ahead)):
             if count is not None:
                 pairs.append((option, str(count)))
@@ -99,16 +105,17 @@ class Changes(msgspec.Struct, frozen=True):
         """Return these changes and more; factors of one stage are multiplied,
         and other values replaced.
         """
-        factors = {name: self.scale.get(name, 1.0) * factor for name, factor in more.scale.items()}
+        scale, tools = {**self.scale}, {**self.tools}
+        for name, factor in more.scale.items():
+            scale[name] = scale.get(name, 1.0) * factor
+        for name, value in more.tools.items():
+            tools[name] = self._tool(name, value)
         return msgspec.structs.replace(
             self,
-            scale={**self.scale, **factors},
+            scale=scale,
             balance=list(dict.fromkeys((*self.balance, *more.balance))),
             no_tail=self.no_tail if more.no_tail is None else more.no_tail,
-            tools={
-                **self.tools,
-                **{name: self._tool(name, value) for name, value in more.tools.items()},
-            },
+            tools=tools,
             unblock=list(dict.fromkeys((*self.unblock, *more.unblock))),
         )
 
@@ -123,11 +130,8 @@ class Changes(msgspec.Struct, frozen=True):
     @property
     def kernels(self) -> dict[str, float]:
         """Scale factor of kernels, by the pattern of their names."""
-        return {
-            name.removeprefix(KERNEL): by
-            for name, by in self.scale.items()
-            if name.startswith(KERNEL)
-        }
+        scale = self.scale.items()
+        return {name[len(KERNEL) :]: by for name, by in scale if name.startswith(KERNEL)}
 
     def assumed(self) -> list[str]:
         """Return a sentence on the assumption of each kind of change."""
@@ -164,32 +168,47 @@ class Baseline:
         graph: The graph.
         calls: Calls whose duration can be set: by name, the duration (ns) of the call around each
             segment.
+        inside: Segments by each stage around them.
         blocked: Segments of loop lag by the name of the call that blocks the event loop.
         balanced: Stages that several workers of a role run at once.
     """
 
     def __init__(self, graph: Graph, timed_ns: Mapping[int, int] = {}) -> None:
-        self.graph = graph
-        self._took_ns = [
-            timed_ns.get(at, segment.recorded_ns) for at, segment in enumerate(graph.segments)
-        ]
+        self.graph, segments = graph, graph.segments
+        self._recorded_ns = np.array(graph.recorded_ns(), float)
+        self._capture_ns = np.array([one.capture_ns for one in segments], float)
+        self._took_ns = self._recorded_ns.copy()
+        for at, took_ns in timed_ns.items():
+            self._took_ns[at] = took_ns
         workers = Counter(graph.parts)
         self.balanced = sorted({name for (_, name, _), many in workers.items() if many > 1})
-        self.waits = [at for at, segment in enumerate(graph.segments) if segment.waits]
-        calls, whole = defaultdict[str, dict[int, int]](dict), set[str]()
-        blocked = defaultdict[str, list[int]](list)
-        for at, segment in enumerate(graph.segments):
-            work = () if segment.waits else segment.calls
-            for name, call_ns in reversed(work):
-                calls[tool_name(name)][at] = call_ns
-                # Lag is no call, but goes with those that cause it.
-                if not segment.kind.startswith(LOOP_LAG):
-                    whole.add(tool_name(name))
-            if segment.kind.startswith(LAG_BY):
-                blocked[tool_name(segment.kind.removeprefix(LAG_BY))].append(at)
-        self.calls = {name: calls[name] for name in whole - {OTHERS} if not name.startswith(WAIT)}
-        causes = blocked.keys() - {OTHERS, UNKNOWN}
-        self.blocked = {name: blocked[name] for name in causes if not name.startswith(WAIT)}
+        self.waits = [at for at, segment in enumerate(segments) if segment.waits]
+        self.calls = defaultdict[str, dict[int, int]](dict)
+        self.blocked = defaultdict[str, list[int]](list)
+        self.inside = defaultdict[str, list[int]](list)
+        self._around = defaultdict[str, list[int]](list)
+        for at, segment in enumerate(segments):
+            self._add(at, segment)
+        for name, of_name in [*self.calls.items()]:
+            # Lag is no call, but goes with those that cause it.
+            is_lag = all(segments[at].kind.startswith(LOOP_LAG) for at in of_name)
+            if is_lag or name == OTHERS or name.startswith(WAIT):
+                del self.calls[name]
+        for name in [*self.blocked]:
+            if name in (OTHERS, UNKNOWN) or name.startswith(WAIT):
+                del self.blocked[name]
+
+    def _add(self, at: int, segment: Segment) -> None:
+        """Note a segment under the names of its stages and calls."""
+        for name in segment.within:
+            self.inside[name].append(at)
+        for name in segment.around:
+            self._around[name].append(at)
+        if not segment.waits:
+            for name, call_ns in reversed(segment.calls):
+                self.calls[tool_name(name)][at] = call_ns
+        if segment.kind.startswith(LAG_BY):
+            self.blocked[tool_name(segment.kind.removeprefix(LAG_BY))].append(at)
 
     def replay(self, changes: Changes, waits: float = 1.0) -> Replay:
         """Return the replay of the step with all changes but replicas and steps ahead.
@@ -201,11 +220,11 @@ class Baseline:
         Raises:
             ConfigError: The step has no stage, span or kernel of a name in the changes.
         """
-        took_ns, delay_ns = self._times_ns(changes)
-        for at in self.waits:
-            took_ns[at] = round(took_ns[at] * waits)
+        took, delay = self._times_ns(changes)
+        took[self.waits] *= waits
+        took_ns, delay_ns = (np.rint(times).astype(int).tolist() for times in (took, delay))
         after = [one.after for one in self.graph.segments]
-        graph = self.graph.with_polls([changes.scale.get(POLLING, 1.0)] * len(self._took_ns))
+        graph = self.graph.with_polls([changes.scale.get(POLLING, 1.0)] * len(after))
         replayed = replay(graph, took_ns, delay_ns, after)
         if changes.no_tail is None:
             return replayed
@@ -222,40 +241,33 @@ class Baseline:
             after[at] = [one for one in after[at] if one not in left_out]
         return replay(graph, took_ns, delay_ns, after)
 
-    def _times_ns(self, changes: Changes) -> Iterator[list[int]]:
+    def _times_ns(self, changes: Changes) -> tuple[Floats, Floats]:
         """Return the changed durations of segments, and delays before them."""
-        took, delay = list[float](self._took_ns), list[float](self.graph.delay_ns)
+        took, delay = self._took_ns.copy(), np.array(self.graph.delay_ns, float)
         for stage, factor in changes.scale.items():
             if not stage.startswith(KERNEL):
-                self._scale(stage, factor, took, delay)
+                check_name("--scale", f"stage {stage!r}", stage, self.inside)
+                inside = self.inside[stage]
+                kept = self._capture_ns[inside]  # the time of the capture stays
+                took[inside] = kept + (took[inside] - kept) * factor
+                delay[self._around[stage]] *= factor
         for stage in changes.balance:
             check_name("--balance", f"stage {stage!r} of several workers", stage, self.balanced)
             for at, factor in _shares(self.graph, stage).items():
                 took[at] *= factor
         for name, value in changes.tools.items():
             check_name("--tools", f"call of {name!r}", tool_name(name), self.calls)
-            times = factor_of(value)
-            for at, call_ns in self.calls[tool_name(name)].items():
-                if times is None:
-                    took[at] = self.graph.segments[at].recorded_ns * float(value) * 1e9 / call_ns
-                else:
-                    took[at] *= times
+            calls = self.calls[tool_name(name)]
+            ats, times = [*calls], factor_of(value)
+            if times is None:
+                took[ats] = self._recorded_ns[ats] * float(value) * 1e9 / [*calls.values()]
+            else:
+                took[ats] *= times
         for name in changes.unblock:
             what = f"call of {name!r} that blocks an event loop"
             check_name("--unblock", what, tool_name(name), self.blocked)
-            for at in self.blocked[tool_name(name)]:
-                took[at] = 0.0
-        return ([round(ns) for ns in column] for column in (took, delay))
-
-    def _scale(self, stage: str, factor: float, took: list[float], delay: list[float]) -> None:
-        """Scale the time of a stage, but not that of the capture in it."""
-        stages = set(chain.from_iterable(segment.within for segment in self.graph.segments))
-        check_name("--scale", f"stage {stage!r}", stage, stages)
-        for at, segment in enumerate(self.graph.segments):
-            if stage in segment.within:
-                took[at] = segment.capture_ns + (took[at] - segment.capture_ns) * factor
-            if stage in segment.around:
-                delay[at] *= factor
+            took[self.blocked[tool_name(name)]] = 0.0
+        return took, delay
 
     def hidden_ranks(self, stage: str) -> int:
         """Return the number of ranks in a stage whose waits for each other are not recorded; else
@@ -288,10 +300,6 @@ def factor_of(value: object) -> float | None:
     """Return the factor that a text such as ``0.5x`` gives; ``None`` for anything else."""
     match = re.fullmatch(r"(\d+(\.\d*)?|\.\d+)x", value) if isinstance(value, str) else None
     return float(match[1]) if match else None
-
-
-def _said(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.6g}s"
 
 
 def _listed(name: str) -> str:

@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.errors import ConfigError
-from verl_profiling.predict.replay import Replay
-from verl_profiling.predict.segments import Graph
+from verl_profiling.predict.segments import Graph, Replay
 from verl_profiling.steps.requests import VALIDATE
 
 Floats = NDArray[np.float64]
@@ -90,9 +89,7 @@ class Engines(NamedTuple):
             curve: Time of an iteration by the number of running requests.
             took_ns: Duration of each segment with the recorded replicas.
         """
-        begin, end = np.array(
-            [(request.begin_ns, request.end_ns) for request in self.served], np.float64
-        ).T
+        begin, end = self.load.begin, self.load.end
         iterations = self.load.during(begin, end, 1 / curve[self.load.running])
         run_ns = [sum(took_ns[at] for at in request.segments) for request in self.served]
         work: list[float] = (iterations * run_ns / np.maximum(end - begin, 1)).tolist()
@@ -160,14 +157,14 @@ def fitted(recorded: Replay, replicas: int) -> Engines:
     if not graph.whole:
         raise ConfigError(OPTION, "needs a step in which all requests of its rollout begin and end")
     load = _Load(served)
-    run_ns = sum(request.end_ns - request.begin_ns for request in served)
+    run_ns = float((load.end - load.begin).sum())
     waited = sum(took_ns[at] for request in served for at in request.queue) > _WAITED * run_ns
     if not waited:  # without a limit, a request is queued as long as it was
         served = [request._replace(queue=[]) for request in served]
     few, many = _usual(np.bincount(load.running, load.took_ns).astype(np.float64))
     knots = np.unique([few, (few + many) // 2, many])
     more = load.replicas / replicas
-    low, likely, high = _curves(served, load, knots, more)
+    low, likely, high = _curves(load, knots, more)
     between = np.diff(likely) / np.diff(knots) if few < many else likely / knots / 2
     rising = (low[-1] - low[-2]) / (knots[-1] - knots[-2]) if few < many else 0.0
     most = len(served)
@@ -184,15 +181,12 @@ def fitted(recorded: Replay, replicas: int) -> Engines:
 
 def _served(graph: Graph) -> Iterator[Served]:
     """Yield the requests that ran, without those of validation."""
-    segments: defaultdict[int, list[int]] = defaultdict(list)
+    of_requests = defaultdict[int, list[int]](list)
     for at, segment in enumerate(graph.segments):
-        if (
-            segment.request is not None
-            and segment.kind in _IN_ENGINE
-            and VALIDATE not in segment.within
-        ):
-            segments[id(segment.request)].append(at)
-    for ats in segments.values():
+        is_trained = VALIDATE not in segment.within
+        if segment.request is not None and segment.kind in _IN_ENGINE and is_trained:
+            of_requests[id(segment.request)].append(at)
+    for ats in of_requests.values():
         running = [at for at in ats if graph.segments[at].kind != _QUEUED]
         if running:
             yield _as_served(graph, ats, running)
@@ -224,18 +218,24 @@ class _Load:
 
     Attributes:
         replicas: Number of replicas.
+        begin: Begin of running of each request, since the begin of the step.
+        end: End of running.
+        since: Begin of the time in which its tokens were made.
+        tokens: Number of these tokens.
         running: Numbers of running requests, one after another and replica by replica.
         took_ns: For how long each number lasted.
     """
 
     def __init__(self, served: Sequence[Served]) -> None:
+        columns = [(one.begin_ns, one.end_ns, one.since_ns, one.tokens) for one in served]
+        self.begin, self.end, self.since, self.tokens = np.array(columns, np.float64).T
+        replicas, of_replica = np.unique([one.replica for one in served], return_inverse=True)
+        self.replicas = len(replicas)
         times, running, self._of = [], [], np.empty(len(served), np.int64)
-        names = sorted({request.replica for request in served})
-        self.replicas = len(names)
         base = 0
-        for name in names:
-            mine = [number for number, request in enumerate(served) if request.replica == name]
-            edges = np.array([(served[number].begin_ns, served[number].end_ns) for number in mine])
+        for number in range(self.replicas):
+            mine = np.flatnonzero(of_replica == number)
+            edges = np.stack((self.begin[mine], self.end[mine]), axis=1).astype(np.int64)
             at, where = np.unique(edges.ravel(), return_inverse=True)
             change = np.zeros(len(at), np.int64)
             np.add.at(change, where.ravel(), np.tile([1, -1], len(mine)))
@@ -257,15 +257,11 @@ class _Load:
             weights: What is summed over time, for each of ``running``.
         """
         sums = np.concatenate(([0.0], np.cumsum(weights * (self.running > 0) * self.took_ns)))
-        first, last = (
-            np.interp(times + self._of, self._axis, sums) for times in (begin_ns, end_ns)
-        )
-        return np.asarray(last - first)
+        first = np.interp(begin_ns + self._of, self._axis, sums)
+        return np.asarray(np.interp(end_ns + self._of, self._axis, sums) - first)
 
 
-def _curves(
-    served: Sequence[Served], load: _Load, knots: NDArray[np.int64], more: float
-) -> list[Floats]:
+def _curves(load: _Load, knots: NDArray[np.int64], more: float) -> list[Floats]:
     """Return a low, a likely and a high curve: the time of an iteration at each knot.
 
     Low and high are from a bootstrap over the requests: by them, the recorded work would take least
@@ -273,16 +269,13 @@ def _curves(
     requests, and a constant one.
 
     Args:
-        served: The requests.
         load: The number of running requests over time.
         knots: Numbers of running requests.
         more: How many times as many requests a replica runs in the prediction.
     """
-    begin, end, tokens = np.array(
-        [(one.since_ns, one.end_ns, one.tokens) for one in served], np.float64
-    ).T
-    has_tokens = tokens > 0
-    tokens, weight = tokens[has_tokens], (end - begin)[has_tokens]
+    begin, end = load.since, load.end
+    has_tokens = load.tokens > 0
+    tokens, weight = load.tokens[has_tokens], (end - begin)[has_tokens]
     own_ns = weight / tokens
     hats = [np.interp(load.running, knots, unit) for unit in np.eye(len(knots))]
     likely = np.full(len(knots), own_ns.mean())
@@ -309,8 +302,8 @@ def _curves(
         solved = np.einsum("sij,sj->si", inverse, drawn @ targets)
         samples = np.stack([_bounded(one, knots, own_ns.min()) for one in solved])
     order = np.argsort([_slowdown(curve, load, knots, more) for curve in samples])
-    low, high = (samples[order[round(share * (len(order) - 1))]] for share in (_LOW, _HIGH))
-    return [low, likely, high]
+    low, high = np.rint(np.array([_LOW, _HIGH]) * (len(order) - 1)).astype(int)
+    return [samples[order[low]], likely, samples[order[high]]]
 
 
 def _bounded(curve: Floats, knots: NDArray[np.int64], least: float) -> Floats:
@@ -334,8 +327,9 @@ def _bounded(curve: Floats, knots: NDArray[np.int64], least: float) -> Floats:
 def _slowdown(curve: Floats, load: _Load, knots: NDArray[np.int64], more: float) -> float:
     """Return the mean factor of an iteration's time if all replicas run more requests at once."""
     busy = load.running > 0
-    now, then = (np.interp(load.running[busy] * by, knots, curve) for by in (1.0, more))
-    return float(np.average(then / now, weights=(load.running * load.took_ns)[busy]))
+    running = load.running[busy]
+    slower = np.interp(running * more, knots, curve) / np.interp(running, knots, curve)
+    return float(np.average(slower, weights=running * load.took_ns[busy]))
 
 
 def _usual(spent_ns: Floats) -> tuple[int, int]:

@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import sub
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from verl_profiling.numbers.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.numbers.lost import ROLLOUT
-from verl_profiling.predict.replay import replay
-from verl_profiling.predict.segments import DELAY, WORK, Graph, Segment
+from verl_profiling.predict.segments import DELAY, WORK, Graph, replay
 from verl_profiling.steps.causes import joined_causes
 from verl_profiling.steps.records import BEFORE, OTHERS, UNEXPLAINED
 
@@ -117,7 +116,8 @@ def _in_turn(graphs: Sequence[Graph], changes: Mapping[str, _Changes]) -> dict[s
     done: _Changes = []
     for part in sorted(alone, key=lambda part: -alone[part]):
         done += changes[part]
-        effects[part] = -last_s + (last_s := median(_spans_s(graphs, done)))
+        before_s, last_s = last_s, median(_spans_s(graphs, done))
+        effects[part] = last_s - before_s
     return effects
 
 
@@ -134,24 +134,6 @@ def _noise_s(
     return float(max(excess) - min(excess)) / 2
 
 
-class _Owner(NamedTuple):
-    """The part of a step that some segments belong to.
-
-    Attributes:
-        part: The part.
-        kind: Kind of the segments.
-        stage: The outermost stage.
-        who: The process.
-        whose: The trajectory or request, if any.
-    """
-
-    part: str
-    kind: str
-    stage: str
-    who: str
-    whose: object
-
-
 def _units(graphs: Sequence[Graph], kinds: Mapping[str, str], has_tokens: bool) -> _Units:
     """Return the times by part and kind.
 
@@ -162,55 +144,52 @@ def _units(graphs: Sequence[Graph], kinds: Mapping[str, str], has_tokens: bool) 
     """
     units: _Units = defaultdict(list)
     for step, graph in enumerate(graphs):
-        took = [segment.recorded_ns for segment in graph.segments]
+        took = graph.recorded_ns()
         for at, poll in graph.polls.items():
             took[at] = poll.period_ns
         times = np.array(took + graph.delay_ns, float)
-        for owner, places in _owned(graph, kinds).items():
+        for (part, kind, stage, *_), places in _owned(graph, kinds).items():
             spent = float(times[places].sum())
             if spent <= 0:
                 continue
             tokens = 0
-            if has_tokens and owner.kind in _RESPONSES:
+            if has_tokens and kind in _RESPONSES:
                 requests = {graph.segments[at].request for at in places}
                 tokens = sum(request.response_tokens for request in requests if request)
             if tokens:
-                lengths = f"response lengths of {owner.stage}"
+                lengths, per_token = f"response lengths of {stage}", f"time per token of {stage}"
                 units[lengths, ""].append(_Unit(step, places, tokens))
-                per_token = f"time per token of {owner.stage}"
                 units[per_token, ""].append(_Unit(step, places, spent / tokens))
             else:
-                units[owner.part, owner.kind].append(_Unit(step, places, spent))
+                units[part, kind].append(_Unit(step, places, spent))
     return units
 
 
-def _owned(graph: Graph, kinds: Mapping[str, str]) -> dict[_Owner, list[int]]:
-    """Return the numbers of segments, and of delays behind them, by what they are the time of.
+def _owned(graph: Graph, kinds: Mapping[str, str]) -> dict[tuple[Any, ...], list[int]]:
+    """Return the numbers of segments, and of delays behind them, by what they are the time of:
+    part, kind, outermost stage, process, and trajectory or request.
 
     A wait is left out: what it waits for is the cause, and a rest without one is unexplained.
     """
-    owned: defaultdict[_Owner, list[int]] = defaultdict(list)
+    owned = defaultdict[tuple[Any, ...], list[int]](list)
     for at, segment in enumerate(graph.segments):
         if segment.waits:
             continue
         kind = kinds.get(segment.kind, segment.kind)
         if segment.kind == BEFORE and not segment.trajectory:
             kind = WORK
-        owner = _owner(segment, kind, segment.within)
-        if segment.is_capture:
-            owner = owner._replace(part=CAPTURE_CALLS)
-        owned[owner].append(at)
-        owned[_owner(segment, DELAY, segment.around)].append(at + len(graph.segments))
+        delay_at = at + len(graph.segments)
+        for stages, of_kind, number in (
+            (segment.within, kind, at),
+            (segment.around, DELAY, delay_at),
+        ):
+            whose = segment.trajectory or segment.request
+            stage = (*stages, ROLLOUT if whose else OUTSIDE_STAGES)[0]
+            part = f"{of_kind} of {stage}" if whose else stage
+            if number == at and segment.is_capture:
+                part = CAPTURE_CALLS
+            owned[part, of_kind, stage, segment.who, whose].append(number)
     return owned
-
-
-def _owner(segment: Segment, kind: str, stages: Sequence[str]) -> _Owner:
-    whose = segment.trajectory or segment.request
-    if whose:
-        stage = stages[0] if stages else ROLLOUT
-        return _Owner(f"{kind} of {stage}", kind, stage, segment.who, whose)
-    stage = stages[0] if stages else OUTSIDE_STAGES
-    return _Owner(stage, kind, stage, segment.who, None)
 
 
 def _replaced(units: Sequence[_Unit], others: Sequence[_Unit]) -> _Changes:
@@ -232,8 +211,8 @@ def _spans_s(graphs: Sequence[Graph], changes: Sequence[tuple[_Unit, float]] = (
     spans = []
     for graph, of_step in zip(graphs, factors, strict=True):
         count = len(graph.segments)
-        took = [segment.recorded_ns for segment in graph.segments]
-        times = np.rint(np.array(took + graph.delay_ns, float) * of_step).astype(int).tolist()
+        recorded = np.array(graph.recorded_ns() + graph.delay_ns, float)
+        times = np.rint(recorded * of_step).astype(int).tolist()
         graph = graph.with_polls(of_step.tolist())
         spans.append(replay(graph, times[:count], times[count:]).span_ns / 1e9)
     return spans

@@ -32,9 +32,8 @@ from verl_profiling.numbers import usage
 from verl_profiling.numbers.anatomy import capture_time
 from verl_profiling.numbers.lost import ROLLOUT
 from verl_profiling.predict.graph_builder import GraphBuilder
-from verl_profiling.predict.limits import Limit, limits_of
 from verl_profiling.predict.loop_runs import Early, LoopRuns, Run, polled
-from verl_profiling.predict.rollout_runs import rollout_runs
+from verl_profiling.predict.rollout_runs import Limit, limits_of, rollout_runs
 from verl_profiling.predict.segments import OWN, WORK, Carried, Graph, Poll, Segment
 from verl_profiling.slices.intervals import intersection, length, subtract, within
 from verl_profiling.steps.lanes import Lane, Step
@@ -58,7 +57,7 @@ def graph_of(content: Content) -> Graph:
     runs = list(chain.from_iterable(of_workers.values()))
     loop.call(runs)
     limits = limits_of(content.records, content.pieces)
-    rollouts = rollout_runs(content.records, content.pieces, content.served, limits, step)
+    rollouts = rollout_runs(content, limits)
     loop.roll_out(of_workers, rollouts)
     later = list(_later(content, runs))
     carried = loop.carried(later)

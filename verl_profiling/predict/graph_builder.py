@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
 
@@ -96,12 +97,9 @@ class GraphBuilder:
             (segment.end_ns, at) for at, segment in enumerate(segments) if segment.who == root.who
         )
         for run in loose:
-            place = (
-                bisect_right(ends, (run.begin_ns, len(segments)))
-                if run.begin_ns > root.begin_ns
-                else 0
-            )
-            self.add(run, ends[place - 1][1] if place else -1, run.around, -1)
+            place = bisect_right(ends, (run.begin_ns, len(segments)))
+            is_later = place and run.begin_ns > root.begin_ns
+            self.add(run, ends[place - 1][1] if is_later else -1, run.around, -1)
         last: dict[object, int] = {}
         for run in sorted(self.runs, key=lambda run: (run.begin_ns, run.end_ns)):
             if run.row in last:
@@ -138,61 +136,49 @@ class GraphBuilder:
         if run.pieces:
             self._add_pieces(run, caller, around, part)
             return
-        inner = sorted(run.inner, key=lambda one: one.begin_ns)
+        inner = sorted(run.inner, key=_begin_of)
         at, now_ns, place = caller, run.begin_ns, 0
         waited: list[Run] = []
         for begin_ns, end_ns, following in [*_blocks(run), (run.end_ns, run.end_ns, [])]:
-            first, last = self._own(run, now_ns, begin_ns, at, around, within, part)
+            kind = WORK if run.role else OWN
+            own = Segment(kind, now_ns, begin_ns, run.who, within, around, part=part)
+            first, last = self._own(own, at)
             if run.entry < 0:
                 run.entry = first
-            self.joins += [(first, one) for one in waited]
+            for one in waited:
+                self.joins.append((first, one))
             waited = following
             while place < len(inner) and inner[place].begin_ns < end_ns:
-                self.add(
-                    inner[place], last if inner[place].begin_ns >= begin_ns else at, within, part
-                )
+                since = last if inner[place].begin_ns >= begin_ns else at
+                self.add(inner[place], since, within, part)
                 place += 1
             at, now_ns, around = last, end_ns, within
         run.exit = at
         for one in inner[place:]:
             self.add(one, at, within, part)
 
-    def _own(
-        self,
-        run: Run,
-        begin_ns: int,
-        end_ns: int,
-        before: int,
-        around: tuple[str, ...],
-        within: tuple[str, ...],
-        part: int,
-    ) -> tuple[int, int]:
+    def _own(self, own: Segment, before: int) -> tuple[int, int]:
         """Add a time of a run without its waits; return the first and the last segment.
 
         The time is divided by the collectives in it, each one segment for all ranks.
         """
-        segments, numbers = self.graph.segments, []
-        kind = WORK if run.role else OWN
-        calls = self.calls.get(run.who, [])
-        for called_ns, left_ns, number in calls[bisect_left(calls, (begin_ns,)) :]:
-            if called_ns >= end_ns:
+        first, until_ns = len(self.graph.segments), own.end_ns
+        calls = self.calls.get(own.who, [])
+        for called_ns, left_ns, number in calls[bisect_left(calls, (own.begin_ns,)) :]:
+            if called_ns >= until_ns:
                 break
-            if called_ns < begin_ns or left_ns > end_ns:
+            if called_ns < own.begin_ns or left_ns > until_ns:
                 continue
-            if called_ns > begin_ns or before < 0:
-                segment = Segment(kind, begin_ns, called_ns, run.who, within, around, part=part)
-                before = self._new(segment, before)
-                numbers.append(before)
+            if called_ns > own.begin_ns or before < 0:
+                before = self._new(replace(own, end_ns=called_ns, after=[]), before)
             if number not in self.joined:
                 who, name, arrived_ns, free_ns = self._collectives[number]
-                self.joined[number] = self._new(
-                    Segment(name, arrived_ns, free_ns, who, within, within), -1
-                )
-            segments[self.joined[number]].after.append(before)
-            before, begin_ns, around = self.joined[number], left_ns, within
-        segment = Segment(kind, begin_ns, end_ns, run.who, within, around, part=part)
-        numbers.append(self._new(segment, before))
-        return numbers[0], numbers[-1]
+                joint = Segment(name, arrived_ns, free_ns, who, own.within, own.within)
+                self.joined[number] = self._new(joint, -1)
+            self.graph.segments[self.joined[number]].after.append(before)
+            before = self.joined[number]
+            own.begin_ns, own.around = left_ns, own.within
+        return first, self._new(own, before)
 
     def _add_pieces(self, run: Run, caller: int, around: tuple[str, ...], part: int) -> None:
         """Add the parts of a trajectory or a request;

@@ -6,7 +6,6 @@ their time.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -82,10 +81,11 @@ def with_kernels(
         for at, took_ns in zip(mine, replayed.took_ns, strict=True):
             longer_ns[at][source.lane] += took_ns - segments[at].recorded_ns
     _check(factors, read)
-    assumed = sum((replayed.assumed for replayed in read), Counter[str]())
-    assumed[_WITHOUT_LAUNCHES] = sum(
-        bool(replayed.kernels) and not replayed.has_launches for replayed in read
-    )
+    assumed, without_launches = Counter[str](), 0
+    for found in read:
+        assumed += found.assumed
+        without_launches += bool(found.kernels) and not found.has_launches
+    assumed[_WITHOUT_LAUNCHES] = without_launches
     timed_ns = {
         at: max(segments[at].recorded_ns + max(of.values()), 0) for at, of in longer_ns.items()
     }
@@ -102,15 +102,16 @@ def _runs_in(segment: Segment, source: Source) -> bool:
 
 
 def _check(factors: Mapping[str, float], read: Sequence[_Found]) -> None:
-    replayed = [found for found in read if found.has_launches]
-    if not replayed:
-        there = ", ".join(
-            sorted(set().union(*(found.categories for found in read)) - {"", "Trace"})
-        )
+    kernels, collectives, categories = Counter[str](), set[str](), set[str]()
+    for found in read:
+        categories |= found.categories
+        if found.has_launches:
+            kernels += found.kernels
+            collectives |= found.collectives
+    if not any(found.has_launches for found in read):
+        there = ", ".join(sorted(categories - {"", "Trace"}))
         needed = "the step has no kernels with their launches: capture with the tool torch on a GPU"
         raise ConfigError("--scale", f"{needed} (the traces have {there or 'nothing'})")
-    kernels = sum((found.kernels for found in replayed), Counter[str]())
-    collectives = set[str]().union(*(found.collectives for found in replayed))
     for pattern in factors:
         if any(_matches(name, pattern) for name in kernels):
             continue
@@ -120,11 +121,10 @@ def _check(factors: Mapping[str, float], read: Sequence[_Found]) -> None:
             )
         names = [kinds.own_name(name) for name, _ in kernels.most_common()]
         close = get_close_matches(pattern.strip("*?"), names, _MOST_NAMES, _CLOSE)
-        hint = (
-            f"{'close names' if close else 'the longest'}: "
-            f"{', '.join(close or names[:_MOST_NAMES])}"
+        hint, listed = ("close names", close) if close else ("the longest", names[:_MOST_NAMES])
+        raise ConfigError(
+            "--scale", f"no kernel of the step matches {pattern!r}; {hint}: {', '.join(listed)}"
         )
-        raise ConfigError("--scale", f"no kernel of the step matches {pattern!r}; {hint}")
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -150,27 +150,26 @@ def _replayed(
             times, the time moves with it. All others move with the host.
     """
     content = read_content(source, limits, communication)
-    works, kernels, collectives = content.works, Counter[str](), Counter[str]()
-    for node_before in works:
-        of_kind = collectives if node_before.kind == kinds.COMMUNICATION else kernels
-        of_kind[node_before.name] += node_before.end_ns - node_before.begin_ns
-    by_name = {
-        name: math.prod(factor for pattern, factor in factors.items() if _matches(name, pattern))
-        for name in kernels
-    }
-    assumed = Counter(
-        {_KEPT: sum(node_before.kind == kinds.COMMUNICATION for node_before in works)}
-    )
+    kernels, collectives = Counter[str](), set[str]()
+    assumed = Counter[str]()
+    for work in content.works:
+        if work.kind == kinds.COMMUNICATION:
+            collectives.add(work.name)
+            assumed[_KEPT] += 1
+        else:
+            kernels[work.name] += work.end_ns - work.begin_ns
+    by_name = dict.fromkeys(kernels, 1.0)
+    for pattern, factor in factors.items():
+        for name in kernels:
+            if _matches(name, pattern):
+                by_name[name] *= factor
     after = TraceOrder(content, assumed).after
     ends: dict[Event, int] = {}
     begun, instants, moved_ns = dict[int, int](), [NEVER], [0]
     for node in sorted(after, key=lambda node: (node.begin_ns, node.kind in WORKS)):
-        late_ns = node.begin_ns - max(
-            (node_before.end_ns + least for node_before, least in after[node]), default=0
-        )
-        new_ns = late_ns + max(
-            (ends[node_before] + least for node_before, least in after[node]), default=0
-        )
+        edges = [(one.end_ns + least_ns, ends[one] + least_ns) for one, least_ns in after[node]]
+        ready_ns, new_ready_ns = map(max, zip(*edges or [(0, 0)], strict=True))
+        new_ns = node.begin_ns - ready_ns + new_ready_ns
         ends[node] = new_ns + round((node.end_ns - node.begin_ns) * by_name.get(node.name, 1.0))
         if node.kind in WORKS:
             begun[node.begin_ns] = new_ns
@@ -191,4 +190,4 @@ def _replayed(
     took_ns = [
         new(end_ns, begun, ended) - new(begin_ns, ended, begun) for begin_ns, end_ns in times
     ]
-    return _Found(took_ns, kernels, set(collectives), content.categories, bool(after), assumed)
+    return _Found(took_ns, kernels, collectives, content.categories, bool(after), assumed)

@@ -126,11 +126,13 @@ class LoopRuns:
         self.loose = list[Run]()
         self._by_name = grouped(self.stages, lambda stage: stage.name)
         self._graph = graph
-        clocks = manifest.clocks if manifest else []
-        self._error_ns = max((clock.error_ns for clock in clocks), default=0)
+        self._error_ns = 0
+        for clock in manifest.clocks if manifest else ():
+            self._error_ns = max(self._error_ns, clock.error_ns)
         self._wait_by_name()
-        self._beside = [run for run in self.root.waits if self._goes_on_beside(run)]
-        self.root.waits = [run for run in self.root.waits if run not in self._beside]
+        self._beside = list(filter(self._goes_on_beside, self.root.waits))
+        for run in self._beside:
+            self.root.waits.remove(run)
 
     def _goes_on_beside(self, run: Run) -> bool:
         """Return whether a stage goes on when the step ends, beside stages that the step waits
@@ -199,8 +201,7 @@ class LoopRuns:
         waiting = self._for_rollouts_without_a_stage()
         for run in runs:
             homes = [stage for stage in of_workers.get(run.who, ()) if self._holds(stage, run)]
-            homes = homes or [stage for stage in rollouts if run.ends_in(stage)]
-            homes = homes or self._around(run)
+            homes = homes or list(filter(run.ends_in, rollouts)) or self._around(run)
             if run.end_ns >= self.root.end_ns or (not homes and self._is_beside(run)):
                 self.loose.append(run)
                 continue
@@ -222,7 +223,7 @@ class LoopRuns:
     def _homes(self, run: Run, stages: Sequence[Run]) -> list[Run]:
         """Return the stages that a run lies in, else those that it ends in."""
         around = [stage for stage in stages if self._holds(stage, run)]
-        return around or [stage for stage in stages if run.ends_in(stage)]
+        return around or list(filter(run.ends_in, stages))
 
     def _around(self, run: Run) -> list[Run]:
         """Return the stages around a run that have no stage of a worker with their name."""
@@ -320,19 +321,18 @@ def _mark(root: Run, ns: int) -> Run:
 
 def _stages(spans: Iterable[StageSpan], around: Run) -> Iterator[Run]:
     """Yield the runs of stages; each joins the run around it, at last the given run."""
-    opened: defaultdict[int, list[Run]] = defaultdict(list)
+    opened = defaultdict[int, list[Run]](lambda: [around])
     for span, row in stages_by_row(spans):
         who = around.who
         run = Run(who, around.role, span.name, span.begin_ns, span.end_ns, (who, row))
         run.clip(around.begin_ns, around.end_ns)
         stack = opened[row]
-        while stack and stack[-1].end_ns < run.end_ns:
+        while stack[-1].end_ns < run.end_ns:
             stack.pop()
         # The time of others is that of the stage around.
-        if run.end_ns > run.begin_ns and len(stack) < MOST_NESTED:
-            parent = stack[-1] if stack else around
-            parent.inner.append(run)
-            parent.waits.append(run)
+        if run.end_ns > run.begin_ns and len(stack) <= MOST_NESTED:
+            stack[-1].inner.append(run)
+            stack[-1].waits.append(run)
             stack.append(run)
             yield run
 

@@ -8,6 +8,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from typing import ClassVar
 
 import msgspec
@@ -17,9 +18,8 @@ from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.numbers.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.numbers.columns import HelpRow, PathRow, added
 from verl_profiling.predict.changes import TOOL, Baseline, Changes, tool_name
-from verl_profiling.predict.replay import Replay, replay, slacks_ns
 from verl_profiling.predict.replicas import on_resources
-from verl_profiling.predict.segments import DELAY, LAG_BY, WORK, Graph
+from verl_profiling.predict.segments import DELAY, LAG_BY, WORK, Graph, Replay, replay, slacks_ns
 from verl_profiling.slices.intervals import length, spans_of, within
 from verl_profiling.slices.slices import PathPart
 from verl_profiling.steps.records import GENERATE
@@ -120,19 +120,25 @@ def predict(
     else:
         helps = _helps(baseline, replayed, changes)
         spans_ns = _interval_ns(baseline, replayed, changes, assumed)
+    if not replayed.alike:
+        notes.append(_NOT_STEADY)
+    low_us = high_us = None
+    if spans_ns:
+        low_us = min(spans_ns) * (1 - _NOISE) / 1000
+        high_us = max(spans_ns) * (1 + _NOISE) / 1000
     return Prediction(
         step=step,
         span_us=recorded.span_ns / 1000,
         predicted_us=replayed.span_ns / 1000,
-        low_us=min(spans_ns) * (1 - _NOISE) / 1000 if spans_ns else None,
-        high_us=max(spans_ns) * (1 + _NOISE) / 1000 if spans_ns else None,
+        low_us=low_us,
+        high_us=high_us,
         changes=changes.options(),
         path=_path_rows(replayed, is_idle_known=not timed_ns),
         slack=_slack_rows(replayed),
         what_would_help=helps,
         missing=list(missing),
         assumed=[*(f"{rule} ({many:,})" for rule, many in graph.assumed.items()), *assumed],
-        notes=[*notes, *([] if replayed.alike else [_NOT_STEADY]), *graph.unknown],
+        notes=[*notes, *graph.unknown],
     )
 
 
@@ -153,7 +159,8 @@ def _interval_ns(
     if baseline.waits and changes.options():
         spans_ns += _with_waits_ns(baseline, replayed, changes)
     for stage in changes.balance:
-        if ranks := baseline.hidden_ranks(stage):
+        ranks = baseline.hidden_ranks(stage)
+        if ranks:
             assumed.append(
                 f"waits of ranks in {stage} are not recorded, and count as work; one may do "
                 "all of it"
@@ -174,16 +181,17 @@ def _with_waits_ns(baseline: Baseline, replayed: Replay, changes: Changes) -> tu
     """
     segments = baseline.graph.segments
     stages = {segments[at].stage for at in baseline.waits} - {""}
-    beside = [
-        at for at, segment in enumerate(segments) if segment.stage in stages and segment.recorded_ns
-    ]
-    factors = [1.0, *(replayed.took_ns[at] / segments[at].recorded_ns for at in beside)]
-    inside = {name for at in beside for name in segments[at].within}
+    factors, inside = [1.0], set[str]()
+    for at, segment in enumerate(segments):
+        if segment.stage in stages and segment.recorded_ns:
+            factors.append(replayed.took_ns[at] / segment.recorded_ns)
+            inside.update(segment.within)
     rest = {name: factor for name, factor in changes.scale.items() if name not in inside}
-    least, longest = (
-        baseline.replay(Changes(scale=rest | dict.fromkeys(stages, factor))).span_ns
-        for factor in (min(factors), max(factors))
-    )
+    spans_ns = []
+    for factor in (min(factors), max(factors)):
+        scaled = Changes(scale=rest | dict.fromkeys(stages, factor))
+        spans_ns.append(baseline.replay(scaled).span_ns)
+    least, longest = spans_ns
     none_ns = baseline.replay(changes, waits=0.0).span_ns
     return min(replayed.span_ns, max(none_ns, least)), max(replayed.span_ns, longest)
 
@@ -198,10 +206,8 @@ def _candidates(baseline: Baseline, replayed: Replay) -> Iterable[tuple[str, str
         baseline: The step.
         replayed: The step with the changes so far.
     """
-    graph, outermost = replayed.graph, dict[str, str]()
-    for segment in graph.segments:
-        for name in segment.within:
-            outermost.setdefault(name, segment.stage)
+    graph = replayed.graph
+    outermost = {name: graph.segments[ats[0]].stage for name, ats in baseline.inside.items()}
     for stage in dict.fromkeys(outermost.values()):
         if not stage.startswith(WAIT):
             yield stage, f"{stage} in 50% of its time", Changes(scale={stage: 0.5})
@@ -225,15 +231,20 @@ def _calls_to_change(baseline: Baseline, replayed: Replay) -> Iterator[tuple[str
         yield stage, f"{name} off the event loop", Changes(unblock=[name])
     names = calls.keys() & spent.keys() - {GENERATE}
     for name in sorted(names, key=lambda name: (name not in tools, name)):
-        same = any(
-            math.isclose(spent[name], spent[other], rel_tol=_NESTED)
-            and calls[name].keys() & calls[other].keys()
-            for other in tried
-        )
-        if spent[name] > _LEAST_SHARE * replayed.span_ns and not same:
+        if spent[name] <= _LEAST_SHARE * replayed.span_ns:
+            continue
+        if not any(_is_same(name, other, spent, calls) for other in tried):
             tried.append(name)
             stage = _first_stage(graph, calls[name])
             yield stage, f"{name} in 50% of its time", Changes(tools={name: "0.5x"})
+
+
+def _is_same(
+    name: str, other: str, spent: Mapping[str, int], calls: Mapping[str, Mapping[int, int]]
+) -> bool:
+    """Return whether calls are nested and take about as long."""
+    is_nested = bool(calls[name].keys() & calls[other].keys())
+    return is_nested and math.isclose(spent[name], spent[other], rel_tol=_NESTED)
 
 
 def _calls_on_path(replayed: Replay) -> tuple[Counter[str], set[str]]:
@@ -252,7 +263,7 @@ def _calls_on_path(replayed: Replay) -> tuple[Counter[str], set[str]]:
 
 def _first_stage(graph: Graph, ats: Iterable[int]) -> str:
     """Return the outermost stage around the first of some segments in a stage."""
-    return next((stage for at in ats if (stage := graph.segments[at].stage)), "")
+    return next((graph.segments[at].stage for at in ats if graph.segments[at].within), "")
 
 
 def _helps(baseline: Baseline, replayed: Replay, changes: Changes) -> list[HelpRow]:
@@ -270,9 +281,10 @@ def _helps(baseline: Baseline, replayed: Replay, changes: Changes) -> list[HelpR
         share = (predicted_ns - span_ns) / max(span_ns, 1)
         if share >= -_LEAST_SHARE:
             continue
+        options = [option for option in both.options() if option not in changes.options()]
         row = HelpRow(
             change=words,
-            option=" ".join(option for option in both.options() if option not in changes.options()),
+            option=" ".join(options),
             stage=stage,
             predicted_us=predicted_ns / 1000,
             difference_us=(predicted_ns - span_ns) / 1000,
@@ -290,8 +302,7 @@ def _path_rows(replayed: Replay, is_idle_known: bool) -> list[PathRow]:
         for begin_ns, end_ns, is_capture in _without_capture(replayed.graph, part):
             time = part._replace(begin_ns=begin_ns, end_ns=end_ns)
             row = _path_row(replayed, time, is_capture, is_idle_known)
-            key = (row.stage, row.who, row.kind)
-            if rows and key == (rows[-1].stage, rows[-1].who, rows[-1].kind):
+            if rows and _place_of(row) == _place_of(rows[-1]):
                 row = added(rows.pop(), row)
             rows.append(row)
     return rows
@@ -356,13 +367,12 @@ def _slack_rows(replayed: Replay) -> list[SlackRow]:
         if replayed.took_ns[at] > 0:
             segments_of[segment.stage or OUTSIDE_STAGES, segment.who].append(at)
     slack, end_ns, took_ns = slacks_ns(replayed), replayed.end_ns, replayed.took_ns
-    return [
-        SlackRow(
-            stage=stage,
-            who=who,
-            time_us=length(spans_of((end_ns[at] - took_ns[at], end_ns[at]) for at in numbers))
-            / 1000,
-            slack_us=min(slack[at] for at in numbers) / 1000,
-        )
-        for (stage, who), numbers in segments_of.items()
-    ]
+    rows = []
+    for (stage, who), numbers in segments_of.items():
+        busy = spans_of((end_ns[at] - took_ns[at], end_ns[at]) for at in numbers)
+        slack_us = min(map(slack.__getitem__, numbers)) / 1000
+        rows.append(SlackRow(stage=stage, who=who, time_us=length(busy) / 1000, slack_us=slack_us))
+    return rows
+
+
+_place_of = attrgetter("stage", "who", "kind")

@@ -23,7 +23,7 @@ from verl_profiling.manifest import WEIGHT_SYNC
 from verl_profiling.numbers.lost import ROLLOUT
 from verl_profiling.predict.changes import Changes, check_name
 from verl_profiling.predict.engine_fit import Engines, Floats, Served, fitted
-from verl_profiling.predict.replay import Replay, followers_of, replay
+from verl_profiling.predict.segments import Replay, followers_of, replay
 
 _ORDERS = 7  # random ones, of round robin
 

@@ -1,79 +1,229 @@
-"""The runs of trajectories and requests, with their time as segments."""
+"""The runs of trajectories and requests, with their time as segments, and limits of concurrency.
+
+A trajectory waits in a span ``wait:NAME``, or in its own code before a call that others are in. A
+limit of n slots explains the waits if the nth last release before each acquire came just before it.
+So for each way in which a slot may be held (until the end of a later span, of the span around the
+wait, or of the trajectory), the least number of slots is computed that all holders need, and the
+share of the waits that it explains.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from verl_profiling.manifest import Request
-from verl_profiling.predict.limits import Hold, Limit
+from verl_profiling.files.trajectory_log import NO_SPAN
+from verl_profiling.manifest import WAIT, Request
 from verl_profiling.predict.loop_runs import Run
 from verl_profiling.predict.segments import LAG_BY, Calls, Segment
-from verl_profiling.slices.intervals import Ints
+from verl_profiling.slices.intervals import Ints, grouped
 from verl_profiling.steps.causes import Pieces
 from verl_profiling.steps.lanes import Step
+from verl_profiling.steps.read import Content
 from verl_profiling.steps.records import (
     BEFORE,
     FROM_THE_ENGINE,
     GENERATE,
     LOOP_LAG,
+    OWN_CODE,
     TO_THE_ENGINE,
     Records,
 )
 
+# a span of the holder may end this much after the next acquire: both are tasks of a loop
+_ERROR_NS = 1_000_000
+# of the waits that a limit explains; waits for anything else are explained by chance only
+_LEAST_SHARE = 0.9
+_LEAST_WAITS = 3  # fewer may end with another span by chance
+_LEAST_WAIT_NS = 5_000_000  # shorter ones are code, or the way to the next task of the loop
 
-def rollout_runs(
-    records: Records,
-    pieces: Pieces,
-    served: Mapping[int, Request],
-    limits: Iterable[Limit],
-    step: Step,
-) -> list[Run]:
-    """Return the trajectories that ended in the step, then the requests of no trajectory.
+
+class Hold(NamedTuple):
+    """A slot that a trajectory waits for and then holds.
+
+    Attributes:
+        trajectory: Number of the trajectory.
+        since_ns: Begin of the wait.
+        begin_ns: End of the wait.
+        end_ns: Release of the slot.
+    """
+
+    trajectory: int
+    since_ns: int
+    begin_ns: int
+    end_ns: int
+
+
+class Limit(NamedTuple):
+    """A limit of concurrency.
+
+    Attributes:
+        name: Name of the spans that wait, or of the calls.
+        slots: Most trajectories that hold a slot at once.
+        holds: All slots that trajectories held.
+        queue: Name of its queue, which no other limit has.
+    """
+
+    name: str
+    slots: int
+    holds: list[Hold]
+    queue: str
+
+
+def limits_of(records: Records, pieces: Pieces) -> list[Limit]:
+    """Return the limits that explain waits of trajectories; of processes alone, else of all
+    together.
 
     Args:
         records: The trajectories.
         pieces: Their time by cause.
-        served: The request of each span.
-        limits: The limits that trajectories wait for.
-        step: The step.
     """
-    holds = defaultdict[int, list[tuple[str, str, Hold]]](list)
+    waits, processes = _Waits(records, pieces), records.spans.process.tolist()
+    calls = defaultdict[str, list[int]](list)
+    for trajectory, spans in waits.inner.items():
+        if trajectory < 0:
+            continue
+        for span in spans:
+            calls[waits.names[span]].append(span)
+    limits = list[Limit]()
+    for name, spans in calls.items():
+        by_process = defaultdict[int, list[int]](list)
+        for span in spans:
+            by_process[processes[span]].append(span)
+        alone = [waits.limit(name, of_process) for of_process in by_process.values()]
+        if all(alone):
+            limits += filter(None, alone)
+        elif len(alone) > 1:
+            limits += filter(None, [waits.limit(name, spans)])
+    return limits
+
+
+class _Waits:
+    """The waits of trajectories, and what may have ended them.
+
+    Args:
+        records: The trajectories.
+        pieces: Their time by cause.
+
+    Attributes:
+        inner: The spans of each trajectory, in order of begin.
+        names: Name of each span.
+    """
+
+    def __init__(self, records: Records, pieces: Pieces) -> None:
+        table, self._trajectories = records.spans, records.trajectories
+        self.names = [records.names[name] for name in table.name.tolist()]
+        self._owner, self._parent = table.trajectory.tolist(), table.parent.tolist()
+        self._begin, self._end = table.begin.tolist(), table.end.tolist()
+        self.inner = defaultdict[int, list[int]](list)
+        for span, trajectory in enumerate(self._owner):
+            self.inner[trajectory].append(span)
+        is_code = pieces.cause == records.names.index(OWN_CODE)
+        ends = zip(pieces.owner[is_code].tolist(), pieces.end[is_code].tolist(), strict=True)
+        self._code = dict(zip(ends, pieces.begin[is_code].tolist(), strict=True))
+
+    def limit(self, name: str, spans: list[int]) -> Limit | None:
+        """Return the limit that explains the waits in, or before, all spans of a name."""
+        if any(self._trajectories[self._owner[span]].cut_end for span in spans):
+            return None  # slots that are held on are not known
+        times = dict[int, tuple[int, int]]()  # begin and end of the wait, by span
+        for span in spans:
+            begin_ns = self._begin[span]
+            if name.startswith(WAIT):
+                times[span] = begin_ns, self._end[span]
+            else:
+                times[span] = self._code.get((self._owner[span], begin_ns), begin_ns), begin_ns
+        ordered = sorted(times, key=lambda span: times[span][1])
+        since, begin = np.array([times[span] for span in ordered]).T
+        if (begin - since >= _LEAST_WAIT_NS).sum() < _LEAST_WAITS:
+            return None
+        best, limit = _LEAST_SHARE, None
+        for ends in self._releases(times):
+            if len(ends) == len(times):
+                share, slots = _explained(since, begin, np.array([ends[span] for span in ordered]))
+                if share >= best:
+                    best, limit = share, (slots, ends)
+        if limit is None:
+            return None
+        holds = [Hold(self._owner[span], *times[span], limit[1][span]) for span in ordered]
+        return Limit(name, limit[0], holds, f"{name} {ordered[0]}")
+
+    def _releases(self, times: Mapping[int, tuple[int, int]]) -> Iterable[dict[int, int]]:
+        """Return the end of each hold, for each way in which a slot may be released,
+        by the wait's span.
+        """
+        first, last = defaultdict[str, dict[int, int]](dict), defaultdict[str, dict[int, int]](dict)
+        whole, around = dict[int, int](), dict[int, int]()
+        for trajectory in dict.fromkeys(self._owner[span] for span in times):
+            wait, until_ns = NO_SPAN, 0
+            for span in self.inner[trajectory]:
+                if span in times:
+                    wait, until_ns = span, times[span][1]
+                    whole[wait] = self._trajectories[trajectory].end_ns
+                    if self._parent[span] != NO_SPAN:
+                        around[wait] = self._end[self._parent[span]]
+                if wait != NO_SPAN and self._begin[span] >= until_ns:
+                    first[self.names[span]].setdefault(wait, self._end[span])
+                    last[self.names[span]][wait] = self._end[span]
+        return [whole, around, *first.values(), *last.values()]
+
+
+def _explained(since: Ints, begin: Ints, end: Ints) -> tuple[float, int]:
+    """Return the share of the waits that the least possible limit explains, and its number of
+    slots.
+
+    Args:
+        since: Begin of each wait, in order of their ends.
+        begin: End of each wait.
+        end: Release of the slot.
+    """
+    released = np.sort(end)
+    holders = np.arange(1, len(begin) + 1) - np.searchsorted(released, begin + _ERROR_NS, "right")
+    slots = int(holders.max())
+    if not 0 < slots < len(begin):  # none: the calls are shorter than the error
+        return 0.0, slots
+    free = np.concatenate((since[:slots], released[:-slots]))
+    left = (begin - np.maximum(since, free)).clip(0)
+    return float(1 - left.sum() / (begin - since).sum()), slots
+
+
+def rollout_runs(content: Content, limits: Iterable[Limit]) -> list[Run]:
+    """Return the trajectories that ended in the step, then the requests of no trajectory.
+
+    Args:
+        content: Everything that was read of the step.
+        limits: The limits that trajectories wait for.
+    """
+    records, pieces, served = content.records, content.pieces, content.served
+    holds = defaultdict[int, list[tuple[Limit, Hold]]](list)
     for limit in limits:
         for hold in limit.holds:
-            holds[hold.trajectory].append((limit.name, limit.queue, hold))
+            holds[hold.trajectory].append((limit, hold))
     parts, order = _Parts(records, served), np.lexsort((pieces.begin, pieces.owner))
-    rows = list(_rows(*(column[order] for column in pieces[:-1])))
-    first = np.searchsorted(pieces.owner[order], np.arange(len(records.trajectories) + 1)).tolist()
+    columns = [column[order] for column in pieces[:-1]]
+    rows = grouped(_rows(*columns), itemgetter(0))
     runs = list[Run]()
     for number, trajectory in enumerate(records.trajectories):
         if trajectory.cut_end:
             continue
-        mine = rows[first[number] : first[number + 1]]
-        run = Run(
-            trajectory.lane,
-            "",
-            "",
-            trajectory.begin_ns,
-            trajectory.end_ns,
-            is_cut=trajectory.cut_begin,
-        )
-        run.trajectory = (
-            f"{trajectory.said.group}.{trajectory.said.sample}"
-            if trajectory.said.group
-            else str(number)
-        )
+        mine = rows.get(number, [])
+        run = Run(trajectory.lane, "", "", trajectory.begin_ns, trajectory.end_ns)
+        run.is_cut = trajectory.cut_begin
+        run.trajectory = str(number)
+        if trajectory.said.group:
+            run.trajectory = f"{trajectory.said.group}.{trajectory.said.sample}"
         run.pieces = _acquired(parts.of(mine), holds[number])
         first_span = mine[0][-1] if mine else -1
         if trajectory.cut_begin and first_span >= 0:
             run.before = parts.before(first_span, trajectory.since_ns, trajectory.begin_ns)
         runs.append(run)
-    return [*runs, *_requests(step, served.values())]
+    return [*runs, *_requests(content.step, served.values())]
 
 
 def _rows(*columns: Ints) -> Iterator[tuple[int, ...]]:
@@ -105,18 +255,15 @@ def _queued(records: Records, served: Mapping[int, Request]) -> dict[int, int]:
     for span, request in served.items():
         since_ns = request.scheduled_ns or request.begin_ns
         engines[request.replica].append((since_ns, request.end_ns, span))
-    for served_here in engines.values():
-        served_here.sort()
-        pairs = list(pairwise(served_here))
-        apart = all(end_ns <= begin_ns for (_, end_ns, _), (begin_ns, _, _) in pairs)
-        sent_ns = [records.spans.begin[span] for *_, span in served_here[1:]]
-        if apart and any(ns < before[0] for ns, (before, _) in zip(sent_ns, pairs, strict=True)):
-            before_ns |= {span: 0 for *_, span in served_here}
-            before_ns |= {span: end_ns for (_, end_ns, _), (*_, span) in pairs}
+    for rows in engines.values():
+        begin, end, span = np.array(sorted(rows)).T
+        is_apart = bool((end[:-1] <= begin[1:]).all())
+        if is_apart and (records.spans.begin[span[1:]] < begin[:-1]).any():
+            before_ns.update(zip(span.tolist(), [0, *end[:-1].tolist()], strict=True))
     return before_ns
 
 
-def _acquired(parts: Sequence[Segment], holds: Sequence[tuple[str, str, Hold]]) -> list[Segment]:
+def _acquired(parts: Sequence[Segment], holds: Sequence[tuple[Limit, Hold]]) -> list[Segment]:
     """Return the parts of a trajectory with instants in place of waits for a slot, and what
     releases it.
 
@@ -125,39 +272,29 @@ def _acquired(parts: Sequence[Segment], holds: Sequence[tuple[str, str, Hold]]) 
 
     Args:
         parts: The parts.
-        holds: Name and queue of each slot that the trajectory held.
+        holds: Each slot that the trajectory held, with its limit.
     """
-    if not holds:
-        return sorted(parts, key=_end_of)
-    acquires = [
-        Segment(name, hold.begin_ns, hold.begin_ns, queue=queue) for name, queue, hold in holds
-    ]
-    waits = sorted((hold.since_ns, hold.begin_ns) for _, _, hold in holds)
+    acquires = []
+    for limit, hold in holds:
+        acquires.append(Segment(limit.name, hold.begin_ns, hold.begin_ns, queue=limit.queue))
+    waits = sorted((hold.since_ns, hold.begin_ns) for _, hold in holds)
     until_ns = [0, *accumulate((end_ns for _, end_ns in waits), max)]  # end of the first waits
     left = [
         part for part in parts if until_ns[bisect_left(waits, (part.begin_ns + 1,))] < part.end_ns
     ]
     by_end = sorted([*acquires, *left], key=_end_of)
-    for _, queue, hold in holds:
+    for limit, hold in holds:
         last = by_end[bisect_right(by_end, hold.end_ns, key=_end_of) - 1]
-        last.releases = (*last.releases, queue)
+        last.releases = (*last.releases, limit.queue)
     return by_end
 
 
-def _end_of(segment: Segment) -> int:
-    return segment.end_ns
+_Spans = list[tuple[str, int, int]]
+"""Name, begin and end (ns) of nested spans, with the time before the step."""
 
 
-class _Call(NamedTuple):
-    """A span, with the time before the step."""
-
-    name: str
-    begin_ns: int
-    end_ns: int
-
-
-def _calls(around: Iterable[_Call]) -> Calls:
-    return tuple((call.name, call.end_ns - call.begin_ns) for call in around)
+def _calls(around: _Spans) -> Calls:
+    return tuple((name, end_ns - begin_ns) for name, begin_ns, end_ns in around)
 
 
 class _Parts:
@@ -171,12 +308,13 @@ class _Parts:
     def __init__(self, records: Records, served: Mapping[int, Request]) -> None:
         self._records, self._served = records, served
         self._queued = _queued(records, served)
-        self._around = list[list[_Call]]()  # each span and all around it
+        self._around: dict[int, _Spans] = {NO_SPAN: []}  # each span and all around it
         took, spans = defaultdict[str, list[int]](list), records.spans
-        for name, begin, end, parent in _rows(spans.name, spans.since, spans.end, spans.parent):
-            around = self._around[parent] if parent >= 0 else []
-            self._around.append([*around, _Call(records.names[name], begin, end)])
-            took[records.names[name]].append(end - begin)
+        rows = _rows(spans.name, spans.since, spans.end, spans.parent)
+        for span, (number, begin, end, parent) in enumerate(rows):
+            name = records.names[number]
+            self._around[span] = [*self._around[parent], (name, begin, end)]
+            took[name].append(end - begin)
         self._mean_ns = {name: round(sum(times) / len(times)) for name, times in took.items()}
         self._blocks = defaultdict[int, list[tuple[int, int]]](list)
         blocks = records.blocks
@@ -187,21 +325,23 @@ class _Parts:
         """Return the kind of a time, and the calls around it;
         loop lag is part of the call that blocks.
         """
-        kind, around = self._records.names[cause], self._around[span] if span >= 0 else []
-        if kind == LOOP_LAG and (place := bisect_left(self._blocks[loop], (end,))):
-            blocker = self._records.blockers[self._blocks[loop][place - 1][1]][1]
+        kind = self._records.names[cause]
+        blocks = self._blocks[loop]
+        place = bisect_left(blocks, (end,))
+        if kind == LOOP_LAG and place:
+            blocker = self._records.blockers[blocks[place - 1][1]][1]
             mean_ns = self._mean_ns.get(blocker, 0)
             return LAG_BY + blocker, ((blocker, mean_ns),) if mean_ns else ()
-        return kind, _calls(call for call in around if call.end_ns > begin)
+        return kind, _calls([call for call in self._around[span] if call[2] > begin])
 
     def before(self, span: int, since_ns: int, until_ns: int) -> list[Segment]:
         """Return a trajectory's time from its begin to an instant in a span, by open calls."""
-        opened = [call for call in self._around[span] if call.begin_ns < until_ns]
-        ends_ns = [*(call.begin_ns for call in opened), until_ns]
-        parts = [Segment(BEFORE, since_ns, ends_ns[0])]
-        for number, call in enumerate(opened, start=1):
-            calls = _calls(opened[:number])
-            parts.append(Segment(call.name, call.begin_ns, ends_ns[number], calls=calls))
+        parts = [Segment(BEFORE, since_ns, until_ns)]
+        for number, (name, begin_ns, _) in enumerate(self._around[span], start=1):
+            if begin_ns < until_ns:
+                parts[-1].end_ns = begin_ns
+                calls = _calls(self._around[span][:number])
+                parts.append(Segment(name, begin_ns, until_ns, calls=calls))
         return parts
 
     def of(self, rows: Iterable[tuple[int, ...]]) -> list[Segment]:
@@ -228,3 +368,6 @@ class _Parts:
             parts.append(part)
         elif self._queued[span] <= self._records.spans.begin[span]:  # the engine was free
             parts.append(part)
+
+
+_end_of = attrgetter("end_ns")
