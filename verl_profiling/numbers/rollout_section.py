@@ -67,11 +67,13 @@ def rollout_of(
     if step.manifest is None or not (trajectories or len(records.spans.begin)):
         return None
     explanation = Explanation(pieces, of_processes, step.stages, union(*step.served.values()))
-    columns = [(one.begin_ns, one.end_ns, one.validate) for one in trajectories]
-    begin, end, validate = np.array(columns, dtype=np.int64).reshape(-1, 3).T
-    is_cut = np.array([one.cut_begin or one.cut_end for one in trajectories], dtype=bool)
+    columns = [
+        (one.begin_ns, one.end_ns, one.validate, one.cut_begin or one.cut_end)
+        for one in trajectories
+    ]
+    begin, end, validate, is_cut = np.array(columns, dtype=np.int64).reshape(-1, 4).T
     training = np.flatnonzero(validate == 0)
-    p50, p99 = percentiles((end - begin)[(validate == 0) & ~is_cut] / 1e9, 50, 99)
+    p50, p99 = percentiles((end - begin)[(validate == 0) & (is_cut == 0)] / 1e9, 50, 99)
     shares = Sharing(pieces.begin, pieces.end, pieces.owner).shares()
     window = step.during(ROLLOUT)
     if not len(window):
@@ -254,20 +256,17 @@ class _Group:
 
 def _status_rows(records: Records) -> list[StatusRow]:
     """Return one row per status, training before validation, the largest total time first."""
-    counts = Counter[tuple[bool, str]]()
-    took_ns = Counter[tuple[bool, str]]()
     whole_ns = Counter[bool]()
     for one in records.trajectories:
-        counts[one.validate, one.status] += 1
-        took_ns[one.validate, one.status] += one.end_ns - one.begin_ns
         whole_ns[one.validate] += one.end_ns - one.begin_ns
+    by_status = grouped(records.trajectories, lambda one: (one.validate, one.status))
     rows = []
-    for (validate, status), trajectories in counts.items():
-        ns = took_ns[validate, status]
+    for (validate, status), members in by_status.items():
+        ns = sum(one.end_ns - one.begin_ns for one in members)
         row = StatusRow(
             validate=validate,
             status=status,
-            trajectories=trajectories,
+            trajectories=len(members),
             seconds=ns / 1e9,
             share=ns / (whole_ns[validate] or 1),
         )
@@ -280,9 +279,7 @@ def _failure_rows(trajectories: Sequence[Trajectory]) -> list[FailureRow]:
     validation last.
     """
     failed = [one for one in trajectories if one.failed_in is not None]
-    errors = grouped(
-        failed, lambda one: (one.validate, one.said.status, _error(one), one.failed_in or "")
-    )
+    errors = grouped(failed, _failure)
     rows = []
     for (validate, status, error, span), of in sorted(errors.items()):
         first = of[0].said
@@ -299,8 +296,10 @@ def _failure_rows(trajectories: Sequence[Trajectory]) -> list[FailureRow]:
     return sorted(rows, key=lambda row: (row.validate, -row.trajectories))
 
 
-def _error(trajectory: Trajectory) -> str:
-    return shortened(" ".join(trajectory.said.error.split()))
+def _failure(trajectory: Trajectory) -> tuple[bool, str, str, str]:
+    """Return what failures of one kind have in common."""
+    error = shortened(" ".join(trajectory.said.error.split()))
+    return trajectory.validate, trajectory.said.status, error, trajectory.failed_in or ""
 
 
 def _versions(

@@ -9,17 +9,19 @@ names of tables in https://gitee.com/ascend/mstt. An NPU's events have the form 
 from __future__ import annotations
 
 import re
-import sqlite3
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.opener import opened, reading
 from verl_profiling.manifest import MAX_NS
+
+if TYPE_CHECKING:
+    import sqlite3
 
 MAGIC = b"SQLite format 3\0"
 """First bytes of a database."""
@@ -39,6 +41,8 @@ def trace_of_database(path: Path, metadata: Mapping[str, Any]) -> Iterator[bytes
     Raises:
         TraceFormatError: The file is no database of Nsight Systems or torch_npu.
     """
+    import sqlite3  # 1 MB, which no other trace needs
+
     with reading(path):
         opened(path).close()
     # SQLite opens by name; when nothing changes, it looks for no journal, which could be a link.
@@ -85,7 +89,7 @@ class _Database:
         value = row[0] if row else 0
         if type(value) is int and 0 <= value <= MAX_NS:
             return value
-        raise sqlite3.DataError(f"{value!r:.40} is no time or number")
+        raise TypeError(f"{value!r:.40} is no time or number")
 
 
 def _named(pid: object, name: str, label: str) -> Iterator[_Json]:

@@ -37,12 +37,12 @@ from verl_profiling.steps.kinds import (
     npu_kind,
     only_group,
 )
-from verl_profiling.steps.lanes import Lane, Step
+from verl_profiling.steps.lanes import Lane
 from verl_profiling.steps.rows import Key, Keys, KeyTable, Rows, joined, to_spans
-from verl_profiling.steps.step import Source, StepInputs
+from verl_profiling.steps.step import Source
 from verl_profiling.steps.trace import NO_ARGS, Event, Trace
 
-_CHUNK_BYTES = 2 << 20  # JSON per chunk: long arrays, but events stay in a CPU cache
+_CHUNK_BYTES = 1 << 20  # JSON per chunk: long arrays, but events stay in a CPU cache
 LONGEST_NAME = 40
 """Characters of the name of a device or a category."""
 _BETWEEN_DEVICES = ("nccl", "hccl", "xccl", "rccl")  # backends of torch.distributed
@@ -78,21 +78,6 @@ class LaneJob(msgspec.Struct, frozen=True, kw_only=True):
     marks: set[str]
     between: tuple[int, int] | None
     unrecorded: str
-
-
-def lane_job(sources: list[Source], step: Step, inputs: StepInputs) -> LaneJob:
-    """Return the inputs for the traces of one lane of a step."""
-    workers = [worker for worker in step.workers if worker.name == sources[0].worker]
-    return LaneJob(
-        sources=sources,
-        limits=inputs.limits,
-        communication=inputs.communication,
-        is_captured=step.manifest is not None,
-        stages=step.stages_of(sources[0]),
-        marks={span.name for worker in workers for span in worker.stages},
-        between=(step.begin_ns, step.end_ns) if inputs.capture else None,
-        unrecorded=step.unrecorded_device(sources[0]),
-    )
 
 
 class LaneTraces(msgspec.Struct, kw_only=True):
@@ -241,10 +226,7 @@ class LaneEvents:
         of their processes are known.
         """
         slices = [e for e in events if e.ph == "X" and e.ts is not None]
-        of_torch = to_spans([e for e in slices if e.cat == "Trace"], base_ns)
-        recording = self.recordings[-1]
-        recording.of_torch = extended(recording.of_torch, of_torch)
-        self._add_marks(events)
+        self._add_marks(slices, {e.cat for e in events if e.ph != "M"}, base_ns)
         timed = [e for e in slices if e.cat not in NO_WORK]
         number_of = self._numbers.get
         keys = np.array(
@@ -264,11 +246,17 @@ class LaneEvents:
             rows = rows.of(~is_task)
         self._add(rows)
 
-    def _add_marks(self, events: list[Event]) -> None:
-        """Add that there are stacks, and the categories of a lane without work so far."""
-        self.traces.has_stacks |= any(e.cat == "python_function" for e in events)
+    def _add_marks(self, slices: list[Event], categories: set[str], base_ns: int) -> None:
+        """Add torch's own spans, that there are stacks, and the categories of a lane without work
+        so far.
+        """
+        if "Trace" in categories:
+            recording = self.recordings[-1]
+            of_torch = to_spans([e for e in slices if e.cat == "Trace"], base_ns)
+            recording.of_torch = extended(recording.of_torch, of_torch)
+        self.traces.has_stacks |= "python_function" in categories
         if not (self.works or self.has_device):
-            self.categories |= {e.cat for e in events if e.ph != "M"}
+            self.categories |= categories
 
     def _launches_of(self, events: Sequence[Event], keys: Keys) -> Ints:
         """Return the number that a device's event shares with the host call

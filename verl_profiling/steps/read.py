@@ -18,7 +18,7 @@ from verl_profiling.steps.activity import read_lane
 from verl_profiling.steps.calls import Calls, matched_calls
 from verl_profiling.steps.causes import Pieces, pieces_of
 from verl_profiling.steps.cluster import results
-from verl_profiling.steps.lane_events import LaneJob, LaneTraces, lane_job
+from verl_profiling.steps.lane_events import LaneJob, LaneTraces
 from verl_profiling.steps.lanes import Step
 from verl_profiling.steps.nesting import read_logs
 from verl_profiling.steps.records import Records, requests_of
@@ -117,7 +117,22 @@ def _jobs(inputs: StepInputs, step: Step, coverage: Coverage) -> Iterator[LaneJo
             for source in sources
             if source not in here
         ]
-        yield lane_job(here, step, inputs)
+        yield _job(here, step, inputs)
+
+
+def _job(sources: list[Source], step: Step, inputs: StepInputs) -> LaneJob:
+    """Return the inputs for the traces of one lane of a step."""
+    workers = [worker for worker in step.workers if worker.name == sources[0].worker]
+    return LaneJob(
+        sources=sources,
+        limits=inputs.limits,
+        communication=inputs.communication,
+        is_captured=step.manifest is not None,
+        stages=step.stages_of(sources[0]),
+        marks={span.name for worker in workers for span in worker.stages},
+        between=(step.begin_ns, step.end_ns) if inputs.capture else None,
+        unrecorded=step.unrecorded_device(sources[0]),
+    )
 
 
 def _add(traces: LaneTraces, job: LaneJob, step: Step, coverage: Coverage) -> None:

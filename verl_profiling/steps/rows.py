@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
@@ -93,13 +93,17 @@ class KeyTable:
 
     def threads(self, keys: Keys) -> Keys:
         """Return the number of the thread, or of the stream, of each event."""
-        threads = defaultdict[tuple[object, object], int](count().__next__)
-        return np.array([threads[key.pid, key.tid] for key in self.keys], np.int32)[keys]
+        return _numbered((key.pid, key.tid) for key in self.keys)[keys]
 
     def names(self, keys: Keys) -> Keys:
         """Return the name of each event, as a number."""
-        names = defaultdict[str, int](count().__next__)
-        return np.array([names[key.name] for key in self.keys], np.int32)[keys]
+        return _numbered(key.name for key in self.keys)[keys]
+
+
+def _numbered(values: Iterable[object]) -> Keys:
+    """Return a number for each value, the same for equal ones."""
+    numbers = defaultdict[object, int](count().__next__)
+    return np.array([numbers[value] for value in values], np.int32)
 
 
 def joined(parts: Sequence[Rows]) -> Rows:

@@ -363,6 +363,10 @@ class Trace:
         """Add the times around the gaps of a chunk,
         and remember the begin of the chunk's last event.
         """
+        if not self._gaps:  # nearly always
+            timed = (event.ts for event in reversed(events) if event.ts is not None)
+            self._last_us = next(timed, self._last_us)
+            return
         begins_us = [self._last_us, *(event.ts for event in events if event.ts is not None)]
         waiting: list[int] = []
         for place in self._gaps:

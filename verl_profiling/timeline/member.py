@@ -109,16 +109,12 @@ def packed(file: BinaryIO) -> igzip.IGzipFile:
     return igzip.IGzipFile(fileobj=file, mode="wb", compresslevel=1, mtime=0)
 
 
-def write_events(events: Iterable[Event], file: igzip.IGzipFile) -> int:
-    """Write events in batches of 4,096, with a comma before each; return their number,
-    without metadata.
-    """
-    left, count = iter(events), 0
+def write_events(events: Iterable[Event], file: igzip.IGzipFile) -> None:
+    """Write events in batches of 4,096, with a comma before each."""
+    left = iter(events)
     while batch := list(islice(left, _BATCH)):
         file.write(b",\n")
         file.write(memoryview(_utf8(_ENCODER.encode(batch)))[1:-1])
-        count += sum(event.ph != "M" for event in batch)
-    return count
 
 
 def write_member(job: MemberJob) -> Member:
@@ -233,12 +229,13 @@ def write_log_member(job: MemberJob) -> Member:
     rows = (
         event for row, name in enumerate(drawn.rows) for event in name_row(drawn.pid, row, name)
     )
-    events = chain(names, rows, drawn.slices(), drawn.arrows(), counters)
+    arrows = list(drawn.arrows())
+    events = chain(names, rows, drawn.slices(), arrows, counters)
     with whole_file(job.output) as output, packed(output) as file:
-        written = write_events(events, file)
+        write_events(events, file)
     return Member(
         path=job.source.path,
-        events=written,
+        events=len(drawn.placed) + len(arrows) + len(counters),
         left_out=len(log.trajectories) + len(log.spans) + len(log.blocks) - len(drawn.placed),
         problems=log.problems,
     )

@@ -155,7 +155,7 @@ def _join(
         raise TraceFormatError(inputs.directory, "; ".join(problems) or "holds no trace to merge")
     opening = _opening(inputs, plan, pids, base_ns)
     left_out = sum(member.left_out for member in members)
-    events = sum(member.events for member in members) + sum(event.ph != "M" for event in opening)
+    events = sum(member.events for member in members) + _number_of(opening)
     with whole_file(path) as timeline:
         with packed(timeline) as part:
             part.write(msgspec.json.encode({**_header(base_ns), "traceEvents": opening})[:-2])
@@ -168,7 +168,8 @@ def _join(
             for drawn in chain([path_slices], requests_of):
                 kept = keep.select(drawn, base_ns)
                 left_out += len(drawn) - len(kept)
-                events += write_events(kept, part)
+                events += _number_of(kept)
+                write_events(kept, part)
         for job, member in zip(plan, members, strict=True):
             if member.is_readable:
                 with opened(job.output) as member_file:
@@ -184,6 +185,11 @@ def _join(
         members=members,
         problems=problems,
     )
+
+
+def _number_of(events: Iterable[Event]) -> int:
+    """Return the number of events, without metadata."""
+    return sum(event.ph != "M" for event in events)
 
 
 def _unpacked(result: MergeResult) -> MergeResult:
