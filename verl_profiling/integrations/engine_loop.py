@@ -39,7 +39,7 @@ _PAUSE_S = 1.0  # between two requests of one client, rather than between two ro
 _STEPS_IN_A_HANG = 3  # the watch takes three usual steps without a token for a hang
 _EXIT_S = 5.0
 
-_refused: WeakSet[Any] = WeakSet()
+_started: WeakSet[Any] = WeakSet()
 
 
 @cache
@@ -90,8 +90,8 @@ def add_profiler(place: str, arguments: Any) -> None:
         _say(error)
 
 
-def start_recorder(place: str, engine: Any, batch_methods: Sequence[str] = ()) -> bool:
-    """Start to record an engine at its first request; return whether it is recorded.
+def start_recorder(place: str, engine: Any, batch_methods: Sequence[str] = ()) -> None:
+    """Start to record an engine at its first request; the engine's later calls change nothing.
 
     Args:
         place: The run's folder, or a file with settings.
@@ -100,22 +100,20 @@ def start_recorder(place: str, engine: Any, batch_methods: Sequence[str] = ()) -
             any time.
     """
     config = settings(place)
-    if config is None or engine in _refused:
-        return False
-    event_loop = None if batch_methods else asyncio.get_running_loop()
+    if config is None or engine in _started:
+        return
+    _started.add(engine)
     server, taker = EngineServer(), recorded(engine)
     try:
-        if not join_run(config.local_folder, server, taker, event_loop):
-            callback = ProfilingCallback(config, blocks_event_loop=True)
-            server.init_capture(config, engine=taker)
-            callback.add_rollout(server, loop=event_loop)
-            loop = EngineLoop(callback, server.requests)
-            loop.begin(engine, batch_methods)
+        event_loop = None if batch_methods else asyncio.get_running_loop()
+        if join_run(config.local_folder, server, taker, event_loop):
+            return
+        callback = ProfilingCallback(config, blocks_event_loop=True)
+        server.init_capture(config, engine=taker)
+        callback.add_rollout(server, loop=event_loop)
+        EngineLoop(callback, server.requests).begin(engine, batch_methods)
     except Exception as error:
-        _refused.add(engine)
         _say(error)
-        return False
-    return True
 
 
 class EngineServer(RolloutCaptureMixin):

@@ -93,8 +93,10 @@ def _first_request(method: str, batch_methods: Sequence[str] = ()) -> Any:
     def wrapper(function: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         from verl_profiling.integrations.engine_loop import start_recorder
 
-        if not _is_recorded(self) and start_recorder(place, self, batch_methods):
-            return getattr(self, method)(*args, **kwargs)
+        if not _is_recorded(self):
+            start_recorder(place, self, batch_methods)
+            if _is_recorded(self):
+                return getattr(self, method)(*args, **kwargs)
         return function(self, *args, **kwargs)
 
     return wrapper
