@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -215,9 +215,31 @@ def _open(places: Ints, edges: int) -> Ints:
     return np.cumsum(begun - ended)
 
 
-def nested_times(spans: Spans, threads: NDArray[Any]) -> Ints:
-    """Return the self time of each call (ns): its duration minus the durations of its direct
-    children.
+class Nesting(NamedTuple):
+    """Calls by thread and begin, longest first, as columns.
+
+    Attributes:
+        order: Number of each call.
+        begin: Begin of each call, on an axis with a range per thread.
+        end: End of each call, on the same axis.
+        inner: Places of the calls that begin inside another one.
+        parent: Place of the innermost call around each of these; 0 for any other call.
+    """
+
+    order: Ints
+    begin: Ints
+    end: Ints
+    inner: Ints
+    parent: NDArray[np.int32]
+
+    @property
+    def nests(self) -> bool:
+        """Whether all calls end inside the call in which they begin."""
+        return bool((self.end[self.inner] <= self.end[self.parent[self.inner]]).all())
+
+
+def nesting_of(spans: Spans, threads: NDArray[Any]) -> Nesting:
+    """Return the nesting of the calls of threads.
 
     Sorted by begin, longest first, the parent of a call is the nearest earlier call that is still
     open: the previous call, or one of its parents.
@@ -232,6 +254,14 @@ def nested_times(spans: Spans, threads: NDArray[Any]) -> Ints:
     closed = inner
     while len(closed := closed[end[parent[closed]] <= begin[closed]]):
         parent[closed] = parent[parent[closed]]
+    return Nesting(order, begin, end, inner, parent)
+
+
+def nested_times(spans: Spans, threads: NDArray[Any]) -> Ints:
+    """Return the self time of each call (ns): its duration minus the durations of its direct
+    children.
+    """
+    order, begin, end, inner, parent = nesting_of(spans, threads)
     self_times: Ints = spans[:, 1] - spans[:, 0]
     took = np.minimum(end[inner], end[parent[inner]]) - begin[inner]
     self_times[order] -= np.bincount(parent[inner], took, len(order)).astype(np.int64)
