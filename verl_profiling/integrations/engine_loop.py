@@ -28,6 +28,7 @@ from verl_profiling.capture.session import process_session
 from verl_profiling.controller.run_claim import check_folder
 from verl_profiling.engines import adapter_named
 from verl_profiling.errors import ConfigError
+from verl_profiling.files.opener import read_small
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.workers import RequestLog, RolloutCaptureMixin
 from verl_profiling.workers.processes import join_run
@@ -61,7 +62,7 @@ def settings(place: str) -> ProfilingConfig | None:
 def _read(place: str) -> dict[str, Any]:
     if Path(place).suffix not in (".yaml", ".yml", ".json"):
         return {"save_path": place, "schedule": {"steps": []}, "watch": {"enable": True}}
-    values = msgspec.yaml.decode(Path(place).read_bytes())
+    values = msgspec.yaml.decode(read_small(Path(place)))
     if not isinstance(values, dict):
         raise ConfigError("", f"{place} holds no settings")
     return values
