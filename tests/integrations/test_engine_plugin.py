@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -60,3 +61,91 @@ def test_wrong_settings_are_one_line(
     assert len(run.stderr.strip().splitlines()) == 1
     assert line in run.stderr
     assert "this engine is not recorded" in run.stderr
+
+
+ENGINE = """
+class LLM:
+    llm_engine = None
+    def generate(self):
+        return []
+    chat = generate
+"""
+ENGINE_RUNS_ON = """
+import sys
+sys.modules[{lacking!r}] = None
+from verl_profiling.integrations.engine_plugin import in_vllm
+in_vllm()
+import vllm.engine.arg_utils, vllm.v1.engine.async_llm
+from vllm.entrypoints.llm import LLM
+print(LLM().generate(), LLM().generate())
+"""
+
+
+def make_vllm(folder: Path, arguments: str) -> None:
+    """Make a package with the modules of vLLM that the plugin changes."""
+    modules = {
+        "engine/arg_utils.py": arguments,
+        "v1/engine/async_llm.py": "",
+        "entrypoints/llm.py": ENGINE,
+    }
+    for name, content in modules.items():
+        path = folder / "vllm" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "arguments", "line"),
+    [
+        ("", "", "has no attribute 'EngineArgs'"),
+        ("", "class EngineArgs: ...", "EngineArgs has no method create_engine_config"),
+        ("wrapt", "", "import of wrapt halted"),
+        ("verl_profiling.workers", "", "import of verl_profiling.workers halted"),
+    ],
+)
+def test_an_engine_runs_on_without_what_it_or_the_package_lacks(
+    lacking: str,
+    arguments: str,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_python: RunPython,
+) -> None:
+    """An exception would end its import or its requests; each reason is one line."""
+    make_vllm(tmp_path, arguments)
+    monkeypatch.setenv("VERL_PROFILING_RUN", str(tmp_path / "run"))
+    run = run_python(ENGINE_RUNS_ON.format(lacking=lacking))
+    assert run.stdout == "[] []\n"
+    assert run.stderr.count(line) == 1
+    assert "Traceback" not in run.stderr
+
+
+def test_strict_settings_of_a_training_loop_fail_no_request(
+    tmp_path: Path, run_python: RunPython
+) -> None:
+    """No loop is there that could be ended."""
+    settings = {"save_path": "run", "strict": True, "tool": "spans", "schedule": {"steps": [1]}}
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    run_python(
+        """
+        from verl_profiling.integrations import engine_loop
+        from verl_profiling.workers import RequestLog
+
+        class Server(engine_loop.EngineServer):
+            def init_capture(self, config, **options):
+                super().init_capture(config, requests=RequestLog(), **options)
+            async def start_capture(self, request):
+                raise RuntimeError("the engine's profiler is on already")
+
+        class Engine:
+            def generate(self):
+                return "a response"
+
+        engine_loop.EngineServer = Server
+        engine = Engine()
+        engine_loop.start_recorder("settings.json", engine, ["generate"])
+        assert engine.generate() == "a response"
+        """
+    )
+    manifest = json.loads((tmp_path / "run" / "step_000001" / "manifest.json").read_text())
+    assert "profiler is on already" in json.dumps(manifest["workers"])

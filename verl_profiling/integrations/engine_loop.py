@@ -51,7 +51,8 @@ def settings(place: str) -> ProfilingConfig | None:
         place: The run's folder, or a file with settings.
     """
     try:
-        config = replace(ProfilingConfig.from_any(_read(place)), enable=True, spmd=False)
+        given = ProfilingConfig.from_any(_read(place))
+        config = replace(given, enable=True, spmd=False, strict=False)
         check_folder(config)
     except Exception as error:
         _say(error)

@@ -7,9 +7,13 @@ unless a mixin records the engine already.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 VARIABLE = "VERL_PROFILING_RUN"
 """Folder of the run, or a file with settings: YAML or JSON."""
@@ -17,7 +21,13 @@ VARIABLE = "VERL_PROFILING_RUN"
 BATCH_METHODS = ("generate", "chat")
 """Methods that return a whole batch of an ``LLM``, or of SGLang's ``Engine``."""
 
+_MISFIT = (
+    "VERL_PROFILING_RUN: %s: %s; this engine is not recorded, or not all of it, and serves on. "
+    "Install what 'pip check' names, or an engine of docs/compatibility.md"
+)
+
 _hooked: set[str] = set()
+_failed: set[Callable[..., None]] = set()
 
 
 def in_vllm() -> None:
@@ -36,10 +46,25 @@ def in_sglang() -> None:
 def _hook(module: str, put_in: Any) -> None:
     """Change a module once it is imported, and once only: an engine may load a plugin twice."""
     if os.environ.get(VARIABLE) and module not in _hooked:
-        from wrapt import register_post_import_hook
-
         _hooked.add(module)
-        register_post_import_hook(put_in, module)
+        _tried(_await_import, module, put_in)
+
+
+def _await_import(module: str, put_in: Any) -> None:
+    from wrapt import register_post_import_hook
+
+    register_post_import_hook(partial(_tried, put_in), module)
+
+
+def _tried(function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function until it fails once: what it or the engine lacks must not end the engine."""
+    if function in _failed:
+        return
+    try:
+        function(*arguments)
+    except Exception as error:
+        _failed.add(function)
+        logger.error(_MISFIT, type(error).__name__, error)
 
 
 def _hook_arguments(module: Any) -> None:
@@ -47,12 +72,16 @@ def _hook_arguments(module: Any) -> None:
     place = os.environ[VARIABLE]
 
     def create(function: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        from verl_profiling.integrations.engine_loop import add_profiler
-
-        add_profiler(place, self)
+        _tried(_add_profiler, place, self)
         return function(self, *args, **kwargs)
 
     _wrap(module.EngineArgs, "create_engine_config", create)
+
+
+def _add_profiler(place: str, arguments: Any) -> None:
+    from verl_profiling.integrations.engine_loop import add_profiler
+
+    add_profiler(place, arguments)
 
 
 def _hook_async_llm(module: Any) -> None:
@@ -76,7 +105,8 @@ def _hook_sglang_engine(module: Any) -> None:
 def _wrap(owner: Any, method: str, wrapper: Any) -> None:
     from verl_profiling.integrations.hooks import wrap
 
-    wrap(owner, method, wrapper)
+    if not wrap(owner, method, wrapper):
+        raise AttributeError(f"{owner.__qualname__} has no method {method}")
 
 
 def _first_request(method: str, batch_methods: Sequence[str] = ()) -> Any:
@@ -91,15 +121,19 @@ def _first_request(method: str, batch_methods: Sequence[str] = ()) -> Any:
     place = os.environ[VARIABLE]
 
     def wrapper(function: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        from verl_profiling.integrations.engine_loop import start_recorder
-
         if not _is_recorded(self):
-            start_recorder(place, self, batch_methods)
+            _tried(_start_recorder, place, self, batch_methods)
             if _is_recorded(self):
                 return getattr(self, method)(*args, **kwargs)
         return function(self, *args, **kwargs)
 
     return wrapper
+
+
+def _start_recorder(place: str, engine: Any, batch_methods: Sequence[str]) -> None:
+    from verl_profiling.integrations.engine_loop import start_recorder
+
+    start_recorder(place, engine, batch_methods)
 
 
 def _is_recorded(engine: Any) -> bool:
