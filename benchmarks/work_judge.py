@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from ranks import environments
 
@@ -32,7 +33,7 @@ WITHIN = 0.25
 STAGE = "update_actor"
 
 
-def run_loop(ranks: int, seed: int, steps: int, folder: Path) -> list[list[dict]]:
+def run_loop(ranks: int, seed: int, steps: int, folder: Path) -> list[list[dict[str, Any]]]:
     """Run a loop; return the facts of each rank."""
     command = [sys.executable, str(PROGRAM), str(folder), str(seed), str(steps)]
     processes = [subprocess.Popen(command, env=where) for where in environments(ranks)]
@@ -42,7 +43,7 @@ def run_loop(ranks: int, seed: int, steps: int, folder: Path) -> list[list[dict]
     return [json.loads((folder / f"facts{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def verdicts(folder: Path, facts: list[list[dict]]) -> Iterator[tuple[str, str]]:
+def verdicts(folder: Path, facts: list[list[dict[str, Any]]]) -> Iterator[tuple[str, str]]:
     """Yield what was planted in each captured step, and whether the report was right."""
     for of_ranks in zip(*facts, strict=True):
         step = folder / f"step_{of_ranks[0]['step']:06d}"

@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ WIDTH, LAYERS, MICRO_BATCHES = 128, 2, 24
 PLANTS = ("nothing", "data", "machine", "both")
 
 
-class Layer(torch.nn.Module):
+class Layer(torch.nn.Module):  # type: ignore[misc]
     """A layer of a transformer for sequences of any lengths, without padding: ranks with more of
     them gather its parameters as often.
     """
@@ -45,7 +46,7 @@ class Layer(torch.nn.Module):
 class Actor(FSDPCaptureMixin):
     """One rank: a small transformer, which it trains on sequences without padding."""
 
-    def __init__(self, config: dict) -> None:
+    def __init__(self, config: dict[str, Any]) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
         layers = [Layer() for _ in range(LAYERS)]
         for layer in layers:

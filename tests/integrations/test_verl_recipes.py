@@ -37,7 +37,7 @@ def run_script(*command: str, **environment: str) -> subprocess.CompletedProcess
         ("verl_grpo_gpu/run_e2e.sh", "e2e profile of actor, ref, rollout"),
         ("verl_grpo_gpu/run_discrete.sh", "discrete profile of actor, ref, rollout"),
         ("verl_grpo_gpu/run_megatron.sh", "e2e profile of actor, ref, rollout"),
-        ("verl_grpo_gpu/run_nsys.sh", "e2e profile of actor, ref, rollout in"),
+        ("verl_grpo_gpu/run_nsys.sh", "e2e profile of actor, ref, rollout, agent_loop, reward in"),
         ("verl_grpo_npu/run_e2e.sh", "e2e profile of actor, ref, rollout, agent_loop, reward in"),
         (
             "verl_grpo_npu/run_discrete.sh",
