@@ -12,7 +12,7 @@ from drawn_steps import Worker, drawn_inputs
 from msgspec.structs import replace
 
 from verl_profiling.analysis import open_step
-from verl_profiling.files.run_files import write_json_atomically
+from verl_profiling.files.run_files import read_manifest, write_json_atomically
 from verl_profiling.manifest import MANIFEST_NAME, Work
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.slices.work import LEAST_RUNS, Explained, Runs, explained
@@ -150,6 +150,28 @@ def test_the_finding_of_a_slow_rank_names_both_parts(
         r" It is last by .* are its data \([\d.]+ times the tokens\), .* the machine, give or ",
         of_slow_rank(report).text,
     )
+
+
+def test_the_inner_one_of_as_many_runs_is_named_and_ranks_without_the_stage_do_not_count(
+    tmp_path: Path,
+) -> None:
+    """A mini-batch of one micro-batch, and a rank that joined after the stage."""
+    tokens = np.random.default_rng(3).integers(500, 1500, (3, 12))
+    captured(tmp_path, tokens.tolist(), [1.0, 2.0, 1.0])
+    manifest = read_manifest(tmp_path)
+    workers = []
+    for worker in manifest.workers:
+        around = [
+            replace(span, name="mini_batch") for span in worker.stages if span.work is not None
+        ]
+        inside = [replace(span, depth=span.depth + 1) for span in worker.stages if span.work]
+        stages = sorted([worker.stages[0], *around, *inside], key=lambda span: span.begin_ns)
+        workers.append(replace(worker, stages=stages))
+    workers[2] = replace(workers[2], stages=[])
+    write_json_atomically(tmp_path / MANIFEST_NAME, replace(manifest, workers=workers))
+    [row] = [row for row in open_step(tmp_path).report().stragglers if row.stage == "update_actor"]
+    assert row.workers == 2
+    assert row.fitted == "12 runs of micro_batch"
 
 
 def test_a_slow_rank_without_enough_facts_has_a_sentence_on_what_is_missing(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from itertools import pairwise
 
 import msgspec
@@ -157,6 +158,56 @@ def test_a_process_that_leads_is_compared_with_its_peers(ranks: int, data: float
         return
     data_ms, machine_ms = parts_of(found)
     assert (data_ms > machine_ms) == (data > 1)
+
+
+def led(change: Callable[[StepSummary], StepSummary]) -> Suspicion:
+    """Return the notice of a rank whose machine becomes slow, from steps that were changed."""
+    detector, chance = Detector(Anomaly(slow_stage=None, slow_step=None)), random.Random(2)
+    for step in range(30):
+        leader = "actor_rank1" if step >= 20 else "nobody"
+        made = change(step_of(step, chance, leader=leader, machine=2.0))
+        made = msgspec.structs.replace(made, exposed=exposed(made))
+        made.add_up()
+        found = detector.observe(made)
+        if found is not None:
+            assert (found.sign, found.suspects) == ("leader", ["actor_rank1"])
+            return found
+    pytest.fail("nothing was noticed")
+
+
+def without_a_peer(made: StepSummary) -> StepSummary:
+    """Leave a peer out in two of three steps."""
+    missing = "actor_rank2" if made.step % 3 else ""
+    workers = [use for use in made.workers if use.lane != missing]
+    return msgspec.structs.replace(made, workers=workers)
+
+
+def with_work_of_the_loop(made: StepSummary) -> StepSummary:
+    """Pass the work of all ranks in the controller, too."""
+    tokens = sum(use.work[UPDATE].tokens for use in made.workers if use.work)
+    loop = msgspec.structs.replace(made.loop[0], work={UPDATE: Work(tokens=tokens)})
+    return msgspec.structs.replace(made, loop=[loop])
+
+
+@pytest.mark.parametrize("change", [without_a_peer, with_work_of_the_loop])
+def test_a_leader_is_compared_with_the_same_peers_in_all_steps(
+    change: Callable[[StepSummary], StepSummary],
+) -> None:
+    """A reading may lack a process, and the loop is no peer of a worker."""
+    data_ms, machine_ms = parts_of(led(change))
+    assert machine_ms > 4 * data_ms
+    assert machine_ms > 200
+
+
+def test_nothing_is_said_of_work_without_tokens() -> None:
+    """The number of micro-batches tells nothing of the data."""
+
+    def without_tokens(made: StepSummary) -> StepSummary:
+        work = {UPDATE: Work(micro_batches=4)}
+        workers = [msgspec.structs.replace(use, work=use.work and work) for use in made.workers]
+        return msgspec.structs.replace(made, workers=workers)
+
+    assert "data" not in led(without_tokens).reason
 
 
 def test_without_work_a_notice_is_as_it_was() -> None:

@@ -76,7 +76,8 @@ def with_reason(row: StragglerRow, step: Step) -> StragglerRow:
         return row
     lead_us = row.behind_us / (row.workers - 1)
     row = msgspec.structs.replace(row, lead_us=lead_us, fitted=NO_WORK)
-    workers = [worker for worker in step.workers if worker.identity.role == row.role]
+    alike = [worker for worker in step.workers if worker.identity.role == row.role]
+    workers = [worker for worker in alike if len(time_of(worker.stages, row.stage))]
     inside = {worker.name: _with_work(worker, row.stage) for worker in workers}
     finest = _finest(list(inside.values()))
     if finest is None:
@@ -101,10 +102,13 @@ def with_reason(row: StragglerRow, step: Step) -> StragglerRow:
 
 
 def _finest(spans_of: list[list[StageSpan]]) -> str | None:
-    """Return the name of the most runs that all workers have; ``None`` if there is none."""
+    """Return the name of the most runs that all workers have, of several the inner one; ``None`` if
+    there is none.
+    """
     counts = [Counter(span.name for span in spans) for spans in spans_of]
     shared = set.intersection(*[set(names) for names in counts])
-    return max(shared, key=counts[0].__getitem__, default=None)
+    inner_first = reversed(counts[0])  # in order of time, outer stages begin first
+    return max(filter(shared.__contains__, inner_first), key=counts[0].__getitem__, default=None)
 
 
 def _with_work(worker: CaptureResult, stage: str) -> list[StageSpan]:

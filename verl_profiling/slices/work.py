@@ -64,10 +64,16 @@ class Explained(NamedTuple):
         return is_certain or self.error_s <= lead_s / 4
 
 
-def explained(leader: Runs, peers: Sequence[Runs]) -> Explained | str:
-    """Return the part of a lead that the leader's work explains, or why it cannot be told."""
-    work = np.concatenate([_columns(runs) for runs in peers])
-    seconds = np.concatenate([runs.seconds for runs in peers])
+def explained(leader: Runs, peers: Sequence[Runs], earlier: Sequence[Runs] = ()) -> Explained | str:
+    """Return the part of a lead that the leader's work explains, or why it cannot be told.
+
+    Args:
+        leader: Runs of the leader.
+        peers: Runs of each peer, over whose mean it leads.
+        earlier: Further runs of the peers for the fit.
+    """
+    work = np.concatenate([_columns(runs) for runs in (*peers, *earlier)])
+    seconds = np.concatenate([runs.seconds for runs in (*peers, *earlier)])
     if len(seconds) < LEAST_RUNS:
         return f"cannot tell: {len(seconds)} runs of its peers, {LEAST_RUNS} are needed"
     scale = np.maximum(np.abs(work).max(axis=0), 1.0)
@@ -88,7 +94,7 @@ def explained(leader: Runs, peers: Sequence[Runs]) -> Explained | str:
         data_s=data_s,
         error_s=max(abs(other_s - data_s) + error_s for other_s, error_s in parts),
         tokens=float(leader.tokens.sum()) / max(mean_tokens, 1.0),
-        runs=len(seconds),
+        runs=int(kept.sum()),
     )
 
 

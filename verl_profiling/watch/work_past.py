@@ -30,78 +30,90 @@ class WorkPast:
             self._steps.append(summary)
 
     def explained(self, suspicion: Suspicion, summary: StepSummary) -> Suspicion:
-        """Return the suspicion with a sentence on data and machine, if its stage has known work."""
+        """Return the suspicion with a sentence on data and machine, if the tokens of its stage are
+        known.
+
+        Only steps with the tokens of the same processes are compared: totals of others differ.
+        """
         stage = suspicion.stage
-        if stage not in summary.work:
+        uses = _with_tokens(stage, summary)
+        if not uses:
             return suspicion
-        steps = [step for step in self._steps if stage in step.work]
+        steps = [step for step in self._steps if _with_tokens(stage, step).keys() == uses.keys()]
         if suspicion.sign == "leader":
-            sentence = self._of_leader(suspicion, steps)
+            sentence = _of_leader(suspicion, steps)
         else:
-            sentence = self._of_step(stage, steps)
+            sentence = _of_step(stage, steps)
         if not sentence:
             return suspicion
         return replace(suspicion, reason=f"{suspicion.reason}; {sentence}")
 
-    def _of_step(self, stage: str, steps: Sequence[StepSummary]) -> str:
-        """Compare the last step with the steps before: in each, the process with most tokens."""
-        every = [_runs_of_step(stage, step) for step in steps]
-        return _sentence(every[-1], every[:-1], len(steps))
 
-    def _of_leader(self, suspicion: Suspicion, steps: Sequence[StepSummary]) -> str:
-        """Compare the leader with its peers, unless it was found by its lateness to collectives:
-        durations have waits then.
-        """
-        by_lane: dict[str, list[RankUse]] = {}
-        for step in steps:
-            for use in step.processes:
-                if use.work and suspicion.stage in use.work:
-                    if use.late_ns is not None:
-                        return ""
-                    by_lane.setdefault(use.lane, []).append(use)
-        runs = {lane: _runs(suspicion.stage, uses) for lane, uses in by_lane.items()}
-        leader = runs.pop(suspicion.suspects[0], None)
-        if leader is None or not runs:
-            return ""
-        return _sentence(leader, list(runs.values()), len(steps))
+def _with_tokens(stage: str, step: StepSummary) -> dict[str, RankUse]:
+    """Return the processes whose tokens in a stage are known, by lane."""
+    found = {}
+    for use in step.processes:
+        work = (use.work or {}).get(stage)
+        if work is not None and work.tokens is not None:
+            found[use.lane] = use
+    return found
 
 
-def _runs_of_step(stage: str, step: StepSummary) -> Runs:
+def _of_step(stage: str, steps: Sequence[StepSummary]) -> str:
+    """Compare the last step with the steps before: in each, the process with most tokens."""
+    *before, last = [_run_of_step(stage, step) for step in steps]
+    return _sentence(last, before, [], len(steps))
+
+
+def _of_leader(suspicion: Suspicion, steps: Sequence[StepSummary]) -> str:
+    """Compare the leader with its peers in the last step, by their runs in all steps.
+
+    Nothing is said where lateness to collectives is known, as durations have waits then.
+    """
+    stage, leader = suspicion.stage, "".join(suspicion.suspects[:1])
+    *before, last = [_with_tokens(stage, step) for step in steps]
+    if leader not in last:
+        return ""
+    role = last[leader].role
+    peers = [lane for lane, use in last.items() if use.role == role and lane != leader]
+    uses = [of_step[lane] for of_step in (*before, last) for lane in peers]
+    if not peers or any(use.late_ns is not None for use in uses):
+        return ""
+    runs = [_run(stage, use) for use in uses]
+    many = len(runs) - len(peers)
+    return _sentence(_run(stage, last[leader]), runs[many:], runs[:many], len(steps))
+
+
+def _run_of_step(stage: str, step: StepSummary) -> Runs:
     """Return the time that a stage exposed in a step, with the work of its heaviest process."""
-    uses = [use for use in step.processes if use.work and stage in use.work]
-    each = [_runs(stage, [use]) for use in uses]
-    heaviest = max(each, key=lambda runs: float(runs.tokens[0]))
+    each = [_run(stage, use) for use in _with_tokens(stage, step).values()]
+    heaviest = max(each, key=lambda run: float(run.tokens[0]))
     return heaviest._replace(seconds=np.array([step.exposed_s.get(stage, 0.0)]))
 
 
-def _runs(stage: str, uses: Sequence[RankUse]) -> Runs:
-    """Return the stage in a process, a run for each step."""
-    seconds, tokens, squares = [], [], []
-    for use in uses:
-        work = (use.work or {})[stage]
-        took_ns = sum(ns for name, _, _, ns in use.each_run() if name == stage)
-        seconds.append(took_ns / 1e9)
-        tokens.append(float(work.tokens or 0))
-        squares.append(float(work.tokens_squared or 0))
-    return Runs(np.array(seconds), np.array(tokens), np.array(squares))
+def _run(stage: str, use: RankUse) -> Runs:
+    """Return the stage of a process in a step as one run."""
+    work = (use.work or {})[stage]
+    took_ns = sum(ns for name, _, _, ns in use.each_run() if name == stage)
+    facts = took_ns / 1e9, work.tokens or 0, work.tokens_squared or 0
+    return Runs(*[np.array([float(fact)]) for fact in facts])
 
 
-def _sentence(leader: Runs, peers: Sequence[Runs], steps: int) -> str:
-    """Return how much of a lead are data, and how much the machine, for each run of the leader."""
-    if sum(len(runs.seconds) for runs in peers) < LEAST_RUNS:
+def _sentence(leader: Runs, peers: Sequence[Runs], earlier: Sequence[Runs], steps: int) -> str:
+    """Return how much of a lead are data, and how much the machine."""
+    if len(peers) + len(earlier) < LEAST_RUNS:
         return f"data or machine: cannot tell: {steps} steps"
-    found = explained(leader, peers)
-    mean_s = sum(float(runs.seconds.sum()) for runs in peers) / len(peers)
-    lead_s = float(leader.seconds.sum()) - mean_s
+    found = explained(leader, peers, earlier)
+    mean_s = sum(float(runs.seconds[0]) for runs in peers) / len(peers)
+    lead_s = float(leader.seconds[0]) - mean_s
     if lead_s <= 0:
         return ""
     if isinstance(found, Explained) and not found.tells(lead_s):
         found = UNSURE
     if not isinstance(found, Explained):
         return f"data or machine: {found}"
-    runs = len(leader.seconds)
     data_s = min(max(found.data_s, 0.0), lead_s)
-    parts = [duration(part_s / runs) for part_s in (lead_s, data_s, lead_s - data_s)]
+    parts = [duration(part_s) for part_s in (lead_s, data_s, lead_s - data_s)]
     return (
         f"of {parts[0]} more, {parts[1]} are its data ({found.tokens:.1f} times the tokens), "
         f"{parts[2]} the machine"
