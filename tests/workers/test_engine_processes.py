@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,35 +12,44 @@ import pytest
 from verl_profiling.workers import EngineProcesses, RolloutCaptureMixin
 from verl_profiling.workers.processes import CALLBACK, join_run
 
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
+
+SERVER = """
+import os, time
+from multiprocessing.connection import Client
+from pathlib import Path
+from verl_profiling import CaptureStateError
+from verl_profiling.workers import EngineProcesses, RequestLog, RolloutCaptureMixin
+from verl_profiling.workers.processes import join_run
+
+class Server(RolloutCaptureMixin):
+    def init_capture(self, config, **options):
+        super().init_capture(config, requests=RequestLog(), **options)
+
+os.umask(0o002)
+engines = EngineProcesses({"enable": True, "tool": "spans", "save_path": "run"})
+"""
+
+JOINING = """
+engines = EngineProcesses({"enable": True, "tool": "spans", "save_path": "run"}, replicas=2)
+servers = [Server(), Server()]
+for replica, server in enumerate(servers):
+    assert join_run(Path("run"), server, object(), None)
+    assert server._capture_identity.replica == replica
+try:
+    join_run(Path("run"), Server(), object(), None)
+except CaptureStateError as error:
+    assert "rank 2 is none of 2 processes" in str(error), error
+else:
+    raise AssertionError
+"""
+
 
 def test_engines_are_replicas_in_the_order_in_which_they_join(
-    tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
+    run_python: RunPython,
 ) -> None:
     """They have the callback's settings, and one too many is refused."""
-    run_python(
-        """
-        from pathlib import Path
-        from verl_profiling import CaptureStateError
-        from verl_profiling.workers import EngineProcesses, RequestLog, RolloutCaptureMixin
-        from verl_profiling.workers.processes import join_run
-
-        class Server(RolloutCaptureMixin):
-            def init_capture(self, config, **options):
-                super().init_capture(config, requests=RequestLog(), **options)
-
-        engines = EngineProcesses({"enable": True, "tool": "spans", "save_path": "run"}, replicas=2)
-        servers = [Server(), Server()]
-        for replica, server in enumerate(servers):
-            assert join_run(Path("run"), server, object(), None)
-            assert server._capture_identity.replica == replica
-        try:
-            join_run(Path("run"), Server(), object(), None)
-        except CaptureStateError as error:
-            assert "rank 2 is none of 2 processes" in str(error), error
-        else:
-            raise AssertionError
-        """
-    )
+    run_python(SERVER + JOINING)
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"address": "/nowhere"}'])
@@ -61,3 +71,36 @@ def test_a_file_that_others_can_write_is_not_followed(tmp_path: Path) -> None:
         assert not join_run(tmp_path, RolloutCaptureMixin(), object(), None)
     finally:
         engines.close()
+
+
+def test_engines_find_the_callback_in_a_folder_of_a_group(
+    tmp_path: Path, run_python: RunPython
+) -> None:
+    """With umask 002, the usual one of many systems, a group can write the files of a run."""
+    run = tmp_path / "run"
+    run.mkdir()
+    run.chmod(0o775)
+    run_python(SERVER + "assert join_run(Path('run'), Server(), object(), None)")
+    assert stat.S_IMODE((run / CALLBACK).stat().st_mode) == 0o600
+
+
+GIVING_UP = """
+for _ in range(20):
+    with Client(engines.address) as connection:
+        connection.send((None, os.getpid()))
+deadline_s = time.monotonic() + 10
+while True:
+    try:
+        assert join_run(Path("run"), Server(), object(), None)
+        break
+    except CaptureStateError:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+"""
+
+
+def test_an_engine_that_waits_no_longer_for_the_answer_takes_no_place(
+    run_python: RunPython,
+) -> None:
+    """It gives up after some seconds, as its first request waits; another one may then join."""
+    run_python(SERVER + GIVING_UP)

@@ -24,8 +24,8 @@ import msgspec
 
 from verl_profiling.controller.targets import Call, Target, WorkerLostError, make_targets, wait_for
 from verl_profiling.errors import CaptureStateError
-from verl_profiling.files.opener import UNDECODABLE, make_folder, read_small
-from verl_profiling.files.run_files import write_json_atomically
+from verl_profiling.files.opener import UNDECODABLE, make_folder, opened, whole_file
+from verl_profiling.files.run_files import json_of
 from verl_profiling.identity import ROLLOUT_ROLE, ProcessId
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.typed_values import Positive, value_of
@@ -39,6 +39,7 @@ _AT_ONCE = 128
 CALLBACK = "callback.json"
 """The file in a run's folder by which engines find its callback."""
 
+_OWN = 0o600
 _OTHERS_WRITE = 0o022
 _ANSWER_S = 5.0  # of a thread of the callback's process; an engine waits at its first request
 
@@ -121,11 +122,12 @@ class WorkerProcesses:
         _connections.add(connection)
         try:
             rank, pid = connection.recv()
-            member = _Member(connection, pid)
-            rank, refusal = self._take(rank, member)
-            connection.send((refusal, rank, self._settings))
         except (EOFError, OSError):  # it has ended meanwhile
             return
+        member = _Member(connection, pid)
+        rank, refusal = self._take(rank, member)
+        with suppress(OSError):  # it has ended or waits no longer, which read() notices
+            connection.send((refusal, rank, self._settings))
         if refusal:
             logger.warning("a process (pid %d) is not captured: %s", pid, refusal)
         else:
@@ -181,13 +183,15 @@ class EngineProcesses(WorkerProcesses):
     def __init__(
         self, config: ProfilingConfig | Mapping[str, Any] | None, replicas: int = 1
     ) -> None:
-        super().__init__(replicas)
         settings = ProfilingConfig.from_any(config)
+        super().__init__(replicas)
         self._settings = settings.to_dict()
         if settings.enable:
             place = CallbackPlace(address=self.address, process=ProcessId.current())
             make_folder(settings.local_folder)
-            write_json_atomically(settings.local_folder / CALLBACK, place, durable=False)
+            with whole_file(settings.local_folder / CALLBACK) as file:
+                os.fchmod(file.fileno(), _OWN)  # also where a group writes the folder
+                file.write(json_of(place))
 
 
 class CallbackPlace(msgspec.Struct, kw_only=True):
@@ -238,12 +242,12 @@ def _callback_in(folder: Path) -> CallbackPlace | None:
 
     What is at the socket is trusted.
     """
-    path = folder / CALLBACK
     try:
-        state = path.lstat()
-        if state.st_uid != os.geteuid() or state.st_mode & _OTHERS_WRITE:
-            return None
-        return msgspec.json.decode(read_small(path), type=CallbackPlace)
+        with opened(folder / CALLBACK) as file:
+            state = os.fstat(file.fileno())
+            if state.st_uid != os.geteuid() or state.st_mode & _OTHERS_WRITE:
+                return None
+            return msgspec.json.decode(file.read(), type=CallbackPlace)
     except (OSError, *UNDECODABLE):
         return None
 
