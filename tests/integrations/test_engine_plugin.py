@@ -63,12 +63,39 @@ def test_wrong_settings_are_one_line(
     assert "this engine is not recorded" in run.stderr
 
 
+VERSION = "__version__ = '0.20'"
+CONFIG = """
+from dataclasses import dataclass
+
+@dataclass
+class ProfilerConfig:
+    profiler: str = "torch"
+    torch_profiler_dir: str = "raw"
+    delay_iterations: int = 0
+    max_iterations: int = 0
+
+class Parallel:
+    pipeline_parallel_size = tensor_parallel_size = data_parallel_size = 1
+
+class Device:
+    device_type = "cpu"
+
+class VllmConfig:
+    profiler_config, parallel_config, device_config = ProfilerConfig(), Parallel(), Device()
+"""
 ENGINE = """
+from vllm.config import VllmConfig
+
+class V1:
+    vllm_config = VllmConfig()
+
 class LLM:
-    llm_engine = None
+    llm_engine = V1()
     def generate(self):
         return []
     chat = generate
+    def start_profile(self, max_iterations=0): ...
+    def stop_profile(self): ...
 """
 ENGINE_RUNS_ON = """
 import sys
@@ -84,6 +111,9 @@ print(LLM().generate(), LLM().generate())
 def make_vllm(folder: Path, arguments: str) -> None:
     """Make a package with the modules of vLLM that the plugin changes."""
     modules = {
+        "__init__.py": VERSION,
+        "config/__init__.py": CONFIG,
+        "config/profiler.py": "",
         "engine/arg_utils.py": arguments,
         "v1/engine/async_llm.py": "",
         "entrypoints/llm.py": ENGINE,
@@ -118,6 +148,35 @@ def test_an_engine_runs_on_without_what_it_or_the_package_lacks(
     assert run.stdout == "[] []\n"
     assert run.stderr.count(line) == 1
     assert "Traceback" not in run.stderr
+
+
+DELETING = """
+import gc, weakref
+from verl_profiling.integrations.engine_plugin import in_vllm
+in_vllm()
+from vllm.entrypoints.llm import LLM
+llm = LLM()
+llm.generate()
+engine = weakref.ref(llm)
+del llm
+gc.collect()
+assert engine() is None, gc.get_referrers(engine())
+"""
+
+
+@pytest.mark.parametrize("tool", ["torch", "spans"])
+def test_an_engine_that_the_program_deletes_is_freed(
+    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_python: RunPython
+) -> None:
+    """Else its processes would keep the devices that the program's next engine needs."""
+    make_vllm(tmp_path, "class EngineArgs: ...")
+    settings = {"save_path": "run", "tool": tool, "schedule": {"steps": [1]}}
+    (tmp_path / "settings.json").write_text(json.dumps({**settings, "watch": {"enable": True}}))
+    monkeypatch.setenv("VERL_PROFILING_RUN", "settings.json")
+    run_python(DELETING)
+    manifest = json.loads((tmp_path / "run" / "step_000001" / "manifest.json").read_text())
+    [worker] = manifest["workers"]
+    assert worker["tools"] == [tool]
 
 
 def test_strict_settings_of_a_training_loop_fail_no_request(

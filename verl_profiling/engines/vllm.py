@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 import time
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
@@ -208,7 +209,7 @@ class VLLMAdapter(EngineAdapter):
         self, engine: Any, config: ProfilingConfig, identity: WorkerIdentity, tool: Tool
     ) -> None:
         super().__init__(engine, config, identity, tool)
-        self._engine = engine
+        self._held = weakref.ref(engine)  # a program that deletes it wants its devices back
         if not callable(getattr(engine, "start_profile", None)):
             raise ToolUnavailableError(
                 f"{identity}: {type(engine).__name__} of vLLM {_version()} has no start_profile; "
@@ -284,6 +285,18 @@ class VLLMAdapter(EngineAdapter):
         os.environ.update(variables)
         return {}
 
+    @property
+    def _engine(self) -> Any:
+        """The engine.
+
+        Raises:
+            CaptureStateError: The program has deleted it.
+        """
+        engine = self._held()
+        if engine is None:
+            raise CaptureStateError("the program has deleted its engine")
+        return engine
+
     async def start(self) -> None:
         window = self._iterations if self._takes_window else {}
         await _result(self._engine.start_profile(**window))
@@ -292,7 +305,7 @@ class VLLMAdapter(EngineAdapter):
         await _result(self._engine.stop_profile())
 
     def died(self) -> str:
-        client = getattr(_inner(self._engine), "engine_core", None)
+        client = getattr(_inner(self._held()), "engine_core", None)
         resources = getattr(client, "resources", None)
         finished = getattr(getattr(resources, "engine_manager", None), "finished_procs", None)
         dead = (
@@ -369,7 +382,7 @@ def watch_vllm(engine: Any, log: RequestLog) -> None:
     """
     shares_clock = _shares_clock(engine)
     if log.busy is not None:
-        log.busy.sums.tokens.append(partial(_tokens_of_open_requests, engine))
+        log.busy.sums.tokens.append(partial(_tokens_of_open_requests, weakref.ref(engine)))
 
     def logged_batch(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if log.running:  # of an older vLLM, whose chat calls generate
@@ -393,9 +406,9 @@ def watch_vllm(engine: Any, log: RequestLog) -> None:
         log.watch_streams(engine, "generate", partial(_noting, log, shares_clock))
 
 
-def _tokens_of_open_requests(engine: Any) -> int:
+def _tokens_of_open_requests(held: Callable[[], Any]) -> int:
     """Return the number of tokens of the engine's open requests; 0 for engines of vLLM's V0."""
-    processor = getattr(_inner(engine), "output_processor", None)
+    processor = getattr(_inner(held()), "output_processor", None)
     states = [*getattr(processor, "request_states", {}).values()]
     return sum(
         len(getattr(getattr(state, "detokenizer", None), "token_ids", ())) for state in states
