@@ -50,7 +50,14 @@ which steps that vary by 20% do not reach.
 
 
 def noticed_from(ratio: float, spread: float) -> float:
-    """Return the ratio from which 19 of 20 lasting changes are detected within eight steps."""
+    """Return the ratio to the median from which changes are detected.
+
+    From it on, 19 of 20 lasting changes are detected within eight steps.
+
+    Args:
+        ratio: The threshold: the ratio from which a step counts.
+        spread: Spread of the durations, as this module computes it.
+    """
     return max(ratio, exp(_least(ratio, spread) + _full(spread) / _SOON + _CHANCE * spread))
 
 

@@ -491,7 +491,7 @@ def test_what_is_known_to_be_wrong_is_said_at_once(
 
 def test_no_job_was_ever_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trigger", str(tmp_path)]) == 2
-    assert "need watch.enable=true" in capsys.readouterr().err
+    assert "set watch.enable=true" in capsys.readouterr().err
     assert main(["trigger", str(tmp_path / "none")]) == 2
     for damage in (b"", b"[]", b'{"run_id": "\xff"}', b"[" * 100_000):
         (tmp_path / "run.json").write_bytes(damage)

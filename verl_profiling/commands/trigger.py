@@ -204,7 +204,9 @@ def find_job(place: str | Path) -> Job:
         if info is not None and info.is_watched:
             jobs.append(Job(folder, info))
     if not jobs:
-        raise TraceFormatError(place, "has no run that takes requests: they need watch.enable=true")
+        raise TraceFormatError(
+            place, "no run here takes requests of captures; set watch.enable=true"
+        )
     running = [job for job in jobs if not job.info.over]
     if not running:
         raise TraceFormatError(place, f"no job runs here: {jobs[-1].info.over}")

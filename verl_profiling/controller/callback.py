@@ -288,7 +288,7 @@ class _Callback(Generic[Returned]):
         logger.error(
             "%s: profiling failed, training goes on: %s: %s", hook, type(error).__name__, error
         )
-        logger.debug("%s", hook, exc_info=error)
+        logger.debug("traceback of %s", hook, exc_info=error)
 
 
 replace_in_graphs(_Callback.stage, lambda self, name: stage_in_graph(name))

@@ -92,7 +92,10 @@ class Run:
 
     @property
     def place(self) -> RunPlace:
-        """The run's folder, URL and name; the first access makes the claim."""
+        """The run's folder, URL and name.
+
+        The first access chooses the folder, and marks it as this run's.
+        """
         if self.claimed is None:
             self.claimed, self.info, self.resumes = claim_folder(self._config)
             if self._not_captured:

@@ -110,13 +110,14 @@ def _wrap(owner: Any, method: str, wrapper: Any) -> None:
 
 
 def _first_request(method: str, batch_methods: Sequence[str] = ()) -> Any:
-    """Return a wrapper of a class's method that starts the recorder of an object.
+    """Return a wrapper of a method of an engine's class, by which the engine takes requests.
 
-    The recorder then replaces the method in the object, so that its requests are logged.
+    The first request to an engine starts its recorder. The recorder then puts a method that logs
+    requests on that one engine.
 
     Args:
         method: Name of the method.
-        batch_methods: Methods of the object that return a whole batch, this one among them.
+        batch_methods: Methods of the class that return a whole batch, this one among them.
     """
     place = os.environ[VARIABLE]
 

@@ -53,15 +53,16 @@ def rollout_of(
     pieces: Pieces,
     of_processes: Pieces,
 ) -> tuple[Rollout, Explanation] | None:
-    """Return the section, and the explanation of the step's time; ``None`` without recorded
-    trajectories.
+    """Return the report's section "Rollout", and what explains the time of the step.
+
+    Return ``None`` if the step has no recorded trajectories.
 
     Args:
         step: The step.
         records: The trajectories.
         served: The engine's request of each ``generate`` span, by the number of the span.
-        pieces: Time of the trajectories by cause.
-        of_processes: Time of processes outside trajectories by cause.
+        pieces: Time of each trajectory divided by cause, e.g. decode, a tool, loop lag.
+        of_processes: Time of each process outside trajectories, divided by cause.
     """
     trajectories = records.trajectories
     if step.manifest is None or not (trajectories or len(records.spans.begin)):

@@ -165,7 +165,10 @@ class _Process:
 
     @property
     def recorded(self) -> bool:
-        """Whether a number can be compared; one without stages and operators has memory alone."""
+        """Whether the process recorded stages, work or a whole artifact.
+
+        Without these, only its memory could be compared.
+        """
         artifacts = chain.from_iterable(result.artifacts for result in self.results)
         is_written = any(artifact.status == "ok" for artifact in artifacts)
         return bool(self.stages or self.lanes) or is_written

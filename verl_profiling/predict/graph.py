@@ -44,10 +44,10 @@ NEXT_POLL = "until the next poll"
 
 
 def graph_of(content: Content) -> Graph:
-    """Return the graph of a step.
+    """Return a step as segments of time, each with the segments that have to end before it begins.
 
     Args:
-        content: Everything that was read of the step.
+        content: The step with its lanes, stages, trajectories, requests and collectives.
     """
     step = content.step
     graph = Graph(step.begin_ns, step.end_ns, capture=capture_time(step))

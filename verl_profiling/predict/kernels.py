@@ -93,7 +93,11 @@ def with_kernels(
 
 
 def _runs_in(segment: Segment, source: Source) -> bool:
-    """Return whether a segment is work of the process of a trace, or a request in its engine."""
+    """Return whether the time of a segment is in a trace.
+
+    It is work of the process that wrote the trace, or part of a request inside the replica that
+    wrote it.
+    """
     if segment.request is not None:
         outside = segment.kind.startswith((LOOP_LAG, TO_THE_ENGINE, FROM_THE_ENGINE))
         return source.replica == segment.request.replica and not outside

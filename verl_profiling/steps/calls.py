@@ -179,8 +179,9 @@ def _nearest(ends: Ints, times: Ints) -> Ints:
 
 
 def _is_call(runs: Ints, error_ns: int) -> NDArray[np.bool_]:
-    """Return which matched runs are one call: side by side,
-    with ends nearer than half of the longest.
+    """Return for each set of matched runs, one of each rank, whether they are one call.
+
+    In a call, all ranks are inside at once, and leave within half of the longest run.
     """
     enter, leave = runs[:, :, 0], runs[:, :, 1]
     is_beside = leave.min(axis=0) + error_ns >= enter.max(axis=0)

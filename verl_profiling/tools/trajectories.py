@@ -116,7 +116,8 @@ class OpenLog:
     """The recorded spans and trajectories of a process, with bounded memory and no lock per span.
 
     Args:
-        max_spans: Maximum number of kept spans, and also of trajectories, statuses and counts.
+        max_spans: Maximum number of kept spans, and also of trajectories. In
+            ``trajectories/spans.py``, it also bounds the statuses and the counts.
     """
 
     def __init__(self, max_spans: int) -> None:

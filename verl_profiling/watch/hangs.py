@@ -380,7 +380,8 @@ def silent(
         lane: Its lane.
         role: Its role.
         process: The process.
-        seen: Clock domains of the processes whose files are visible here.
+        seen: Machines, by clock domain, that have written a file here. If the process's machine is
+            not among them, missing files say nothing about the process.
     """
     where = f"(pid {process.pid}"
     status = ""

@@ -235,7 +235,7 @@ def is_wait(name: str) -> bool:
 
 
 def by_role(summary: StepSummary) -> dict[SpanKey, SpanTotal]:
-    """Return the totals of the spans of all processes of a role."""
+    """Return the totals of the spans by role and name, over all processes of the role."""
     totals: dict[SpanKey, SpanTotal] = {}
     for process in summary.processes:
         for total in process.spans:

@@ -5,6 +5,9 @@ wrap verl's methods. Neither the bodies of verl's methods nor the base classes o
 
 A rollout server gets its settings inside ``rollout.engine_kwargs``, which verl passes unchanged to
 every server of the policy, and to no server of a reward model or a teacher.
+
+Each ``hook_*`` is in the table of ``integrations/verl/__init__.py``, which calls it when verl
+imports the hooked module.
 """
 
 from __future__ import annotations
