@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -319,6 +321,31 @@ def test_rows_add_up_to_the_step(
     assert sum(row.exposed_ns for row in rows) == max(0, step.duration_ns)
     assert all(row.exposed_ns >= 0 and row.lead_ns >= 0 and row.imbalance >= 1 for row in rows)
     assert len({row.name for row in rows}) >= len(rows) - 1
+
+
+def drawn(chance: random.Random, lanes: Sequence[str]) -> StepSummary:
+    """Return a step in which processes are in few stages, or in none; some go on in it."""
+    each = []
+    for lane in lanes:
+        names = chance.sample(["rollout", "generate", "validate", "update"], chance.randrange(4))
+        stages = [(name, 10 * chance.randrange(-1, 9), 10 * chance.randrange(4)) for name in names]
+        each.append(use(lane, *stages))
+    of_loop = 1 if "loop" in lanes else len(lanes)
+    return summary(chance.choice([0, 100, 100, 100]), each[:of_loop], *each[of_loop:])
+
+
+@pytest.mark.parametrize("lanes", [["actor_0", "actor_1"], ["loop", "actor_0", "rollout_0"]])
+def test_steps_that_are_judged_together_are_as_each_alone(lanes: list[str]) -> None:
+    """How many steps a reading has changes nothing, and numpy warns of nothing."""
+    chance = random.Random(0)
+    for _ in range(150):
+        together = [drawn(chance, lanes) for _ in range(3)]
+        alone = [msgspec.structs.replace(step) for step in together]
+        with np.errstate(all="raise"):
+            judge(together, True)
+            for step in alone:
+                judge([step], True)
+        assert together == alone
 
 
 def test_the_picture_of_the_page_shows_what_the_page_says(tmp_path: Path) -> None:

@@ -270,12 +270,13 @@ def _of_loop(slices: StepSlices) -> list[dict[str, Standing]]:
     if not loop.who.size:
         return found
     uses = slices.summaries[0].loop
-    order = [*dict.fromkeys(loop.name.tolist())]
+    names, group = np.unique(loop.name, return_inverse=True)
+    order = [*dict.fromkeys(group.tolist())]
     if len(uses) > 1:
-        order.sort(key=partial(_median_begin, loop))
+        order.sort(key=partial(_median_begin, loop._replace(name=group)))
     own = loop._replace(who=loop.who % slices.many)
-    each = compared(uses[0].role, [*map(_lane, uses)], own, loop.name)
-    for number, (step, name) in zip(order, slices.stages(np.array(order)), strict=True):
+    each = compared(uses[0].role, [*map(_lane, uses)], own, group)
+    for number, (step, name) in zip(order, slices.stages(names[order]), strict=True):
         found[step][name] = each[number]
     return found
 

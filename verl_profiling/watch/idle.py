@@ -105,13 +105,14 @@ class _Sides:
         self.rollout = self._rollout(side.at(generates))
 
     def _rollout(self, generating: Slices) -> Slices:
-        """Return the replicas, else training processes that generate, else the loop's rollout."""
+        """Return the replicas, else training processes that generate, else the loop's rollout, in
+        each step.
+        """
         slices, loop = self._slices, self._slices.whole_loop
         side = self._others.at(slices.in_roles(self._others, ROLLOUT_ROLE))
-        if not side.who.size:
-            side = generating
-        if not side.who.size:
-            side = loop.at(slices.named(loop, ROLLOUT))
+        for other in (generating, loop.at(slices.named(loop, ROLLOUT))):
+            has_side = np.bincount(slices.step(side), minlength=len(slices.ends)) > 0
+            side = joined([side, other.at(~has_side[slices.step(other)])])
         return side.at(~slices.named(side, WEIGHT_SYNC)).flat()
 
     @cached_property
@@ -187,7 +188,7 @@ class _Sides:
         if not is_known:
             return None
         most = max(shares)
-        return Idle(_rounded(sum(shares)), self._causes[shares.index(most)], _rounded(most))
+        return _idle(sum(shares), self._causes[shares.index(most)], most)
 
 
 def _waited(stage: str) -> str:
@@ -232,8 +233,13 @@ def _largest(parts: Iterable[tuple[str, float]], step_ns: int) -> Idle:
     for name, length_ns in parts:
         lengths[name] = lengths.get(name, 0.0) + length_ns
     cause = max(lengths, key=lengths.__getitem__)
-    total, most = sum(lengths.values()) / step_ns, lengths[cause] / step_ns
-    return Idle(_rounded(total), cause, _rounded(most))
+    return _idle(sum(lengths.values()) / step_ns, cause, lengths[cause] / step_ns)
+
+
+def _idle(share: float, cause: str, cause_share: float) -> Idle:
+    """Return rounded shares; less than that has no cause."""
+    part = _rounded(cause_share)
+    return Idle(_rounded(share), cause if part else "", part)
 
 
 def _rounded(share: float) -> float:

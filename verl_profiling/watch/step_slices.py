@@ -99,7 +99,10 @@ class StepSlices:
         # Most processes of a role have the same stages, so each text is split once.
         texts, text_of = numbered([*map(_stages, uses)])
         names_of = [names.split("\n") for names in texts]
-        self.names, name_of_line = numbered([*chain(*names_of)])
+        # Sorted, so that ties between names are the same in every reading.
+        self.names = sorted({*chain(*names_of)})
+        index = {name: number for number, name in enumerate(self.names)}
+        name_of_line = np.array([*map(index.__getitem__, chain(*names_of))], np.int64)
         line = np.cumsum([0, *map(len, names_of)])[text_of]
         step, process = np.divmod(who, max(self.many, 1))
         origin = np.array([*map(attrgetter("begin_ns"), self.summaries)]) - self.begins
