@@ -545,7 +545,7 @@ class SpanLog:
         return spans
 
     def notes(self) -> list[str]:
-        """Return notes for the user on the stages."""
+        """Return sentences for the user on stages without marks, and on those left out."""
         notes = []
         if self._marks_failed:
             notes.append(self._marks_failed)

@@ -114,7 +114,11 @@ _VALUE = re.compile(r"(.+?)=([^=,]+)(?:,|$)")  # a comma before "=" is a part of
 def _values(
     read: Callable[[str], float | str],
 ) -> Callable[[str], list[tuple[str, float | str]]]:
-    """Return a parser of names with values, e.g. ``rollout=0.5,reward=2``."""
+    """Return a parser of an option like ``rollout=0.5,reward=2``, for :mod:`argparse`.
+
+    Args:
+        read: Converts the text of a value.
+    """
 
     def parse(text: str) -> list[tuple[str, float | str]]:
         values, end = [], 0

@@ -160,8 +160,9 @@ class Anomalies:
             self._made += 1
 
     def _compare(self, summary: StepSummary) -> None:
-        """End the cooldown if the captured step was as usual:
-        the capture of a false alarm shows nothing.
+        """End the cooldown after a capture if the captured step was as usual.
+
+        Such a capture does not show the anomaly, and the next one may be requested at once.
         """
         noticed = self._requested.pop(summary.step, None)
         if noticed is not None and not noticed.lasts_in(summary):

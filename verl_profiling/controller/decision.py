@@ -201,8 +201,14 @@ class PersonRequests:
         )
 
     def refuse(self, request: str, by: str, why: str) -> None:
-        """Refuse a request with all remaining steps,
-        and write the reason into a file for the requester.
+        """Refuse a request for captures, also the steps of it that are left.
+
+        The requester finds the reason in a file.
+
+        Args:
+            request: Id of the request.
+            by: The requester.
+            why: The reason.
         """
         self._pending = [demand for demand in self._pending if demand.id != request]
         logger.warning(
@@ -362,7 +368,7 @@ class Decisions:
         return self._requests is not None and self._requests.waiting
 
     def find_ranks(self) -> bool:
-        """Find the other ranks of the loop, if there are any, for common decisions.
+        """Find the other ranks that run this loop, if any, so that all capture the same steps.
 
         Returns:
             Whether this process can be captured; else the reason is logged once.

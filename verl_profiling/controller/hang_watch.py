@@ -183,8 +183,9 @@ class HangWatch:
                 self.log(msgspec.structs.replace(step, hang=None))
 
     def _usual_s(self, stage: str) -> float | None:
-        """Return the median duration of a stage in 20 steps, or of these steps;
-        ``None``: unknown.
+        """Return the median duration of a stage over the last steps without a hang (s).
+
+        Without the name of a stage, return that of the whole steps; ``None`` if it is unknown.
         """
         steps = [step for step in [*self.loop.summaries] if step.hang is None][-_USUAL_STEPS:]
         times = [step.seconds for step in steps]

@@ -318,7 +318,7 @@ class OpenCapture:
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes the manifest."""
+        """Whether this process writes the manifest: in a loop of several ranks, rank 0 does."""
         ranks = self.workers.ranks
         return self.request.keep and (ranks is None or ranks.leads)
 

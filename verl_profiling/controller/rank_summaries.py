@@ -180,7 +180,12 @@ def _key(rank: int, number: int) -> str:
 
 
 def _begun_at(summary: StepSummary, begin_ns: int) -> StepSummary:
-    """Return the summary of another clock's rank as if its step had begun at a time of this one."""
+    """Return the summary of a rank on another machine, with times of this machine's clock.
+
+    Args:
+        summary: The summary, with times of its rank's clock.
+        begin_ns: Begin of the step on this machine's clock; all times move with the begin.
+    """
     later_ns = begin_ns - summary.begin_ns
     # All ranks leave a collective at one time, so only times of one clock show who was late.
     loop = [replace(use, collectives=None) for use in summary.loop]

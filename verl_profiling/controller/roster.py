@@ -181,12 +181,15 @@ class Roster:
         stages: Iterable[StageSpan],
         selection: CaptureSelection | None,
     ) -> None:
-        """Log once which workers have another role or other settings; collect the roles and stages.
+        """Log workers that recorded with another role or other settings than the callback's.
+
+        Each is logged once. The roles that recorded and the names of stages are kept for the end of
+        training, when the settings that no worker matched are logged.
 
         Args:
-            results: The results of the workers.
-            stages: The stages of the loop.
-            selection: The selection of the capture.
+            results: Replies of the workers to the stop of a capture.
+            stages: The loop's stages in the capture.
+            selection: Changes of the settings for this capture; ``None`` without any.
         """
         self._check_roles()
         self._marked |= {span.name for span in stages}

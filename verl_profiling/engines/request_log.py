@@ -192,7 +192,7 @@ class RequestLog:
             del self._refused_ns[next(iter(self._refused_ns))]
 
     def keep(self, request: Request) -> None:
-        """Keep a sequence that has ended in a capture."""
+        """Keep a request that ended during a capture, for the capture's result."""
         if (ended := self._ended) is not None:
             ended.append(request)
 

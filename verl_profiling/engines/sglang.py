@@ -255,7 +255,7 @@ def _offered(device: str) -> tuple[str, ...]:
 
 
 def manager_of(engine: Any, identity: WorkerIdentity) -> Any | None:
-    """Return an engine's tokenizer manager; ``None`` for the URL of a server.
+    """Return the object of SGLang that takes an engine's requests; ``None`` for a server's URL.
 
     Raises:
         CaptureStateError: The engine has no tokenizer manager.

@@ -137,8 +137,10 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
                 yield
 
     def _turn_to(self, name: str | None) -> None:
-        """End the open stage that spans several methods of the trainer,
-        and begin the next one, if any.
+        """End the open stage that spans several methods of the trainer; begin the next stage.
+
+        Args:
+            name: Name of the next stage; ``None`` for no stage.
         """
         self._open.close()
         self._current = name
@@ -168,8 +170,9 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
         self._turn_to(_ADVANTAGE)
 
     def _then_update(self, prepare_inputs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Begin the stage ``update_actor`` with a prepared batch,
-        up to the next rollout or step.
+        """Begin the stage ``update_actor`` once the trainer's ``_prepare_inputs`` has returned.
+
+        The stage ends with the next rollout or step.
         """
         inputs = prepare_inputs(*args, **kwargs)
         if self._current != _UPDATE and not self._validating:

@@ -146,10 +146,15 @@ def working_spans(lane: Lane, step: Step, *stages: str) -> Spans:
 
 
 def sync_parts(step: Step, devices: Iterable[Sequence[Lane]]) -> dict[str, float]:
-    """Divide the ``weight_sync`` time of devices by the stages inside ``update_weights`` (s).
+    """Divide the time that devices lose to the cause ``weight_sync`` by the part of the update (s).
 
-    An instant belongs to the innermost stage of the device's own process; else of the controller,
-    else of another process, for which all others wait.
+    The parts are the stages inside the stage ``update_weights``. An instant belongs to the
+    innermost one of the device's own process; else of the controller, else of another process, for
+    which all others wait.
+
+    Args:
+        step: The step.
+        devices: The lanes of each device.
     """
     shared = _inside_sync(step.stages)
     shared += _inside_sync([span for worker in step.workers for span in worker.stages])

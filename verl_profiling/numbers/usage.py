@@ -218,9 +218,14 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
 
 
 def _tokens(lane: Lane, step: Step, scheduled: Iteration) -> Iteration:
-    """Return the tokens of an engine: those of its requests, if they explain all of its iterations.
+    """Return the tokens that an engine computed, from its requests if these explain all iterations.
 
     Iterations alone do not tell what SGLang computes again, nor which drafts were accepted.
+
+    Args:
+        lane: Lane of a rank of the engine.
+        step: The step.
+        scheduled: Tokens of the engine's iterations as its trace has them, returned otherwise.
     """
     worker = step.worker_of(lane.source)
     if worker is None or worker.pending_since_ns:

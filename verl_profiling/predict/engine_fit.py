@@ -96,7 +96,7 @@ class Engines(NamedTuple):
         return work
 
     def assumed(self) -> list[str]:
-        """Return sentences on what is assumed."""
+        """Return sentences on what a prediction with another number of replicas assumes."""
         many = f"{len(self.served):,} requests"
         sentences = [
             f"the time of an iteration depends on the running requests alone ({many})",

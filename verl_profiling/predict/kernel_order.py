@@ -167,7 +167,10 @@ class TraceOrder:
                 )
 
     def _follow_launches(self, launches: Mapping[int, Event]) -> None:
-        """Let works follow their launches, with the shortest time that one of them took."""
+        """Let each kernel and copy follow the call that launched it.
+
+        The delay is the shortest time in the trace from such a call to what it launched.
+        """
         least_ns = min(self._works[at].begin_ns - call.begin_ns for at, call in launches.items())
         for at, call in launches.items():
             self.after[self._works[at]].append((self._instant(call.row, call.begin_ns), least_ns))

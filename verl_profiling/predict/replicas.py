@@ -98,8 +98,8 @@ def _on_replicas(
     Args:
         recorded: The step with the recorded replicas.
         replicas: Number of replicas.
-        assumed: Sentences on what is assumed, which get more.
-        notes: Sentences on extrapolation, which get more.
+        assumed: Sentences on what is assumed; those on engines are added to it.
+        notes: Sentences on extrapolation; those on engines are added to it.
     """
     engines = fitted(recorded, replicas)
     random = np.random.default_rng(0)

@@ -322,8 +322,16 @@ class _Parts:
             self._blocks[loop].append((begin, what))
 
     def _called(self, begin: int, end: int, cause: int, loop: int, span: int) -> tuple[str, Calls]:
-        """Return the kind of a time, and the calls around it;
-        loop lag is part of the call that blocks.
+        """Return the kind of a piece of a trajectory's time, and the open spans around it.
+
+        While a call blocks the event loop, the kind and the span are that call's.
+
+        Args:
+            begin: Begin of the piece.
+            end: Its end.
+            cause: Index of its cause among the names of the records.
+            loop: The event loop of the trajectory.
+            span: The innermost span of the trajectory.
         """
         kind = self._records.names[cause]
         blocks = self._blocks[loop]

@@ -422,8 +422,9 @@ def _trend(values: Sequence[float], least: float) -> str:
 
 
 def _jumps_at(values: Sequence[float]) -> int:
-    """Return the index of a jump; 0 if a line fits the values better than two levels,
-    or it may be chance.
+    """Return the index of the first value after a jump of the durations of a run's steps.
+
+    Return 0 if a line fits the values better than two levels, or if the jump may be chance.
     """
     near = np.clip(values, *middle(values))  # an outlier is no level
     near -= near.mean()

@@ -166,8 +166,12 @@ class RolloutOptions:
         return self if self.count is not None else replace(self, count=_COUNT_WITH_STACKS)
 
     def cautions(self, stacks: bool) -> list[str]:
-        """Return a warning that an unbounded recording may kill its engine;
-        empty for a bounded recording.
+        """Return a warning that an engine's recording without a limit may kill the engine.
+
+        The list is empty if a time limit is set, or a low number of iterations.
+
+        Args:
+            stacks: Whether the tool records Python's stacks, which are far more events.
         """
         risky = (self.count or 0) > _MANY_WITH_STACKS if stacks else self.count is None
         if self.max_window_s is not None or not risky:

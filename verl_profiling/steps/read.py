@@ -94,7 +94,7 @@ def read_lanes(
 
 
 def _expected(inputs: StepInputs) -> Coverage:
-    """Return what the manifest promises, and what of it is missing."""
+    """Return how many artifacts the manifest lists, which lanes have none, and what is missing."""
     coverage = Coverage(missing=list(inputs.absent))
     if inputs.unfinished:
         coverage.missing.insert(0, f"{inputs.title} {inputs.unfinished}")

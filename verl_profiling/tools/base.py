@@ -85,7 +85,7 @@ class Marks(NamedTuple):
 
 
 class Recording(ABC):
-    """One recording, from :meth:`Tool.start` to :meth:`stop` or :meth:`discard`."""
+    """A tool that records a process, from :meth:`Tool.start` to :meth:`stop` or :meth:`discard`."""
 
     @property
     def marks(self) -> Marks | None:

@@ -459,7 +459,10 @@ def _read_through(packed: BinaryIO, pending: Artifact, device: str) -> Artifact:
 
 
 def _pieces(source: BinaryIO) -> Iterator[bytes]:
-    """Yield a file in large pieces; cuts are before ``"ph"``, the first key of Kineto's events."""
+    """Yield a trace in large pieces, none of which ends inside of an event.
+
+    Cuts are before ``"ph"``, the first key of the events that torch's profiler writes.
+    """
     rest = b""
     while chunk := source.read(_CHUNK_BYTES):
         events, phase, begun = (rest + chunk).rpartition(_PHASE)

@@ -200,7 +200,7 @@ def _rows(
 
 
 def _path_by_stage(slices: StepSlices) -> Mapping[tuple[int, str], float]:
-    """Return the time of the path in each stage of the loop (ns), by step and stage."""
+    """Return the time of the critical path in each stage of the loop (ns), by step and stage."""
     spine = slices.spine
     # A row that stands for several runs was in the stage for a part of its time only.
     share = (spine.took / (spine.end - spine.begin)).tolist()

@@ -157,7 +157,7 @@ class StepSlices:
 
     @cached_property
     def spine(self) -> Slices:
-        """The slices of the loop that have time of their own in the step."""
+        """The slices of the loop's stages, clipped to their steps, without those of no time."""
         return self._within(self.loop)
 
     def _within(self, slices: Slices) -> Slices:

@@ -107,8 +107,9 @@ class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begun(msgspec.Struct, eq=False, gc=False):
-    """A stage that has begun. With ``gc=False``,
-    creating it never triggers the garbage collector.
+    """Name and begin of a stage or call.
+
+    With ``gc=False``, creating it never triggers the garbage collector.
     """
 
     name: str

@@ -379,10 +379,10 @@ def _warn_once(text: str) -> None:
 
 
 def _check_uncounted(config: ProfilingConfig, identity: WorkerIdentity) -> None:
-    """Refuse windows of engine iterations where no engine counts them.
+    """Refuse to record a window of engine iterations in a server that has no engine to count them.
 
     Raises:
-        ConfigError: A window is set, and a tool writes an artifact.
+        ConfigError: ``rollout.start`` or ``rollout.count`` is set, and a tool writes an artifact.
     """
     writes = any(tool.suffix for tool in config.for_role(identity.role).tools)
     for name in ("start", "count"):
