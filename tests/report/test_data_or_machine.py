@@ -15,7 +15,7 @@ from verl_profiling.analysis import open_step
 from verl_profiling.files.run_files import read_manifest, write_json_atomically
 from verl_profiling.manifest import MANIFEST_NAME, Work
 from verl_profiling.report.model import Finding, Report
-from verl_profiling.slices.work import LEAST_RUNS, Explained, Runs, explained
+from verl_profiling.slices.lead_fit import LEAST_RUNS, Explained, Runs, explained
 
 REDUCE = "ncclDevKernel_AllReduce_Sum"
 

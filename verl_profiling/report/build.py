@@ -14,9 +14,9 @@ from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_log import read_watch_log
 from verl_profiling.manifest import MANIFEST_NAME, WEIGHT_SYNC, Manifest
 from verl_profiling.numbers import anatomy, capture_rows, collectives, lost, usage
+from verl_profiling.numbers.given_work import with_reason, work_rows
 from verl_profiling.numbers.rollout_section import rollout_of
 from verl_profiling.numbers.suspects import requested_of
-from verl_profiling.numbers.work import with_reason, work_rows
 from verl_profiling.predict.graph import graph_of
 from verl_profiling.predict.prediction import predict
 from verl_profiling.predict.segments import Graph

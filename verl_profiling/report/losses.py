@@ -19,9 +19,9 @@ from verl_profiling.numbers.columns import (
     StragglerRow,
     sum_of,
 )
+from verl_profiling.numbers.given_work import NO_WORK
 from verl_profiling.numbers.lost import ROLLOUT
 from verl_profiling.numbers.taught_nothing import EQUAL
-from verl_profiling.numbers.work import NO_WORK
 from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import counted
 from verl_profiling.slices.intervals import grouped

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from verl_profiling.files.step_summary import RankUse, StepSummary
-from verl_profiling.slices.work import LEAST_RUNS, UNSURE, Explained, Runs, explained
+from verl_profiling.slices.lead_fit import LEAST_RUNS, UNSURE, Explained, Runs, explained
 from verl_profiling.units import duration
 from verl_profiling.watch.suspicion import Suspicion
 

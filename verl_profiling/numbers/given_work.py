@@ -21,7 +21,7 @@ from verl_profiling.slices.intervals import (
     subtract,
     time_of,
 )
-from verl_profiling.slices.work import UNSURE, Explained, Runs, explained
+from verl_profiling.slices.lead_fit import UNSURE, Explained, Runs, explained
 from verl_profiling.steps.lanes import Step
 
 NO_WORK = "the work given to the stage is unknown"
