@@ -215,6 +215,16 @@ def test_of_two_batches_that_were_generated_in_a_step_the_wait_names_the_first_o
     assert (update.role, update.leader) == ("actor", "actor_rank0")
 
 
+def test_a_worker_that_ends_with_the_step_by_another_clock_does_not_go_on() -> None:
+    """What goes on ends exactly with the step, as it is divided there; nobody waits for it."""
+    others = [use(f"actor_{rank}", ("update", 1, 59)) for rank in range(3)]
+    loop = controller(("update", 0, 100))
+    [row] = exposed(summary(100, loop, *others, use("actor_3", ("update", 1, 100))))
+    assert (row.leader, row.lead_ns / MS) == ("actor_3", pytest.approx(41, abs=1))
+    [row] = exposed(summary(100, loop, *others, use("actor_3", ("update", 1, 99))))
+    assert row.leader == ""
+
+
 def test_a_stage_that_says_it_waits_names_an_engine_that_goes_on() -> None:
     """An engine that always has requests does not end in the wait;
     a stage of the loop's own names nobody.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 
 import pytest
 from example_loops import settings
@@ -89,6 +90,22 @@ def test_threads_and_tasks_have_outermost_stages_of_their_own(watched: Session) 
     leave.set()
     thread.join()
     assert sorted(names(watched)) == ["after", "main", "parent", "thread"]
+
+
+def test_a_stage_that_ends_at_the_end_of_a_step_by_another_clock_has_ended_in_it(
+    watched: Session,
+) -> None:
+    """A hundredth of it is no part of the next step; more is, and goes on with the step's end."""
+    with stage("update"):
+        time.sleep(0.02)
+    [use] = watched.read_watch(ACTOR, question()).uses()
+    [(_, begin_ns, end_ns, took_ns)] = use.each_run()
+    for rest_ns, ends_ns in ((took_ns // 200, end_ns), (took_ns // 2, end_ns - took_ns // 2)):
+        border_ns = end_ns - rest_ns
+        steps = [(begin_ns - S, border_ns), (border_ns, end_ns + S)]
+        first, second = watched.read_watch(ACTOR, question(*steps)).uses()
+        assert [end_ns for _, _, end_ns, _ in first.each_run()] == [ends_ns]
+        assert bool(second.stages) == (ends_ns != end_ns)
 
 
 def test_many_stages_need_the_memory_that_is_set_aside(session: Session) -> None:

@@ -87,7 +87,11 @@ class StepSlices:
         loop = recorded.at(slice(of_loop))
         self.loop = loop.at(~self.named(loop, *first.background)).flat()
         self.whole_loop = self._within(loop)
-        self.workers = self._within(self._within(recorded.at(slice(of_loop, None))).flat())
+        workers = recorded.at(slice(of_loop, None))
+        # Clocks differ: what ends a little later ended in the step, what goes on ends with it.
+        until = self.ends[self.step(workers)]
+        workers = workers._replace(end=np.where(workers.end > until, until - 1, workers.end))
+        self.workers = self._within(self._within(workers).flat())
 
     def _recorded(self, uses: Sequence[RankUse], who: Ints) -> Slices:
         """Return the stages of processes as they were recorded, and set the names.

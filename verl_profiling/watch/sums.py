@@ -210,7 +210,7 @@ class StageSums:
             _divide(runs, stage.name, stage.begin_ns - ahead_ns, now_ns, steps, is_open=True)
         totals = self.spans.of_steps(steps, ahead_ns)
         entered = collectives_in(steps, ahead_ns) if collectives else [None] * len(steps)
-        given = self._given_in(steps, ahead_ns) if self.given else None
+        given = self._given_in(steps, ahead_ns) if steps and self.given else [None] * len(steps)
         uses: list[RankUse | None] = []
         for at, (_, end_ns) in enumerate(steps):
             if end_ns < self._since_ns - ahead_ns:
@@ -228,7 +228,7 @@ class StageSums:
                 spans=totals[at],
                 collectives=entered[at],
                 counts={**self.spans.counts} or None if is_last else None,
-                work=None if given is None else given[at],
+                work=given[at],
             )
             uses.append(use)
         return uses
@@ -247,12 +247,8 @@ class StageSums:
                 memory[at] = max(peak, memory[at][0]), memory[at][1] or held
         return memory
 
-    def _given_in(
-        self, steps: Sequence[Period], ahead_ns: int
-    ) -> list[dict[str, Work] | None] | None:
+    def _given_in(self, steps: Sequence[Period], ahead_ns: int) -> list[dict[str, Work] | None]:
         """Return the work of the stages that began in each step, by stage."""
-        if not steps:
-            return None
         while self.given and self.given[0].begin_ns - ahead_ns < steps[0][0] - _SLACK_NS:
             self.given.popleft()  # no earlier steps are requested any more
         found: list[dict[str, Work] | None] = [None] * len(steps)
@@ -307,6 +303,8 @@ def _divide(
         step_ns = last_ns - first_ns
         first_ns, last_ns = max(first_ns, begin_ns), min(last_ns, end_ns)
         least_ns = step_ns if is_open else min(end_ns - begin_ns, _SMALL_PART * step_ns)
+        if not is_open and _SMALL_PART * (end_ns - last_ns) < end_ns - begin_ns:
+            last_ns = end_ns  # its rest is in no step
         if first_ns <= last_ns and _SMALL_PART * (last_ns - first_ns) >= least_ns:
             runs[at].setdefault(_name_in(runs[at], name), []).append((first_ns, last_ns))
             last = at
