@@ -179,32 +179,88 @@ def test_an_engine_that_the_program_deletes_is_freed(
     assert worker["tools"] == [tool]
 
 
+RECORDED = """
+import asyncio, json, sys, time
+from pathlib import Path
+from verl_profiling.cli import main
+from verl_profiling.integrations import engine_loop
+from verl_profiling.workers import RequestLog
+
+class Server(engine_loop.EngineServer):
+    def init_capture(self, config, engine):
+        super().init_capture(config, requests=engine.requests)
+
+engine_loop.EngineServer = Server
+
+class Engine:
+    def __init__(self):
+        self.requests = RequestLog()
+    def generate(self):
+        return "a response"
+"""
+REFUSING = """
+async def start_capture(self, request):
+    raise RuntimeError("the engine's profiler is on already")
+
+Server.start_capture = start_capture
+engine = Engine()
+engine_loop.start_recorder("settings.json", engine, ["generate"])
+assert engine.generate() == "a response"
+"""
+
+
 def test_strict_settings_of_a_training_loop_fail_no_request(
     tmp_path: Path, run_python: RunPython
 ) -> None:
     """No loop is there that could be ended."""
     settings = {"save_path": "run", "strict": True, "tool": "spans", "schedule": {"steps": [1]}}
     (tmp_path / "settings.json").write_text(json.dumps(settings))
-    run_python(
-        """
-        from verl_profiling.integrations import engine_loop
-        from verl_profiling.workers import RequestLog
-
-        class Server(engine_loop.EngineServer):
-            def init_capture(self, config, **options):
-                super().init_capture(config, requests=RequestLog(), **options)
-            async def start_capture(self, request):
-                raise RuntimeError("the engine's profiler is on already")
-
-        class Engine:
-            def generate(self):
-                return "a response"
-
-        engine_loop.EngineServer = Server
-        engine = Engine()
-        engine_loop.start_recorder("settings.json", engine, ["generate"])
-        assert engine.generate() == "a response"
-        """
-    )
+    run_python(RECORDED + REFUSING)
     manifest = json.loads((tmp_path / "run" / "step_000001" / "manifest.json").read_text())
     assert "profiler is on already" in json.dumps(manifest["workers"])
+
+
+SHORT = """
+async def serve():
+    engine = Engine()
+    engine_loop.start_recorder("run", engine)
+    assert main(["trigger", "run"]) == 0
+    while not (folders := list(Path("run").glob("step_*/manifest.json"))):
+        await asyncio.sleep(0.1)
+    with engine.requests.open(id="short") as request:
+        request.response_tokens = 1
+    begin_s = time.monotonic()
+    while not json.loads(folders[0].read_text())["complete"]:
+        await asyncio.sleep(0.1)
+        assert time.monotonic() < begin_s + 15, "the step does not end"
+    [worker] = json.loads(folders[0].read_text())["workers"]
+    assert [request["id"] for request in worker["requests"]] == ["short"]
+
+asyncio.run(asyncio.wait_for(serve(), 60))
+"""
+
+
+def test_a_short_request_ends_the_step_of_a_capture(run_python: RunPython) -> None:
+    """It comes and goes between two looks at the engine."""
+    run_python(RECORDED + SHORT)
+
+
+CUT = """
+async def serve():
+    engine = Engine()
+    engine_loop.start_recorder("settings.json", engine)
+    engine.requests.open()
+    while not list(Path("run").glob("step_*/manifest.json")):
+        await asyncio.sleep(0.1)
+
+asyncio.run(asyncio.wait_for(serve(), 60))
+"""
+
+
+def test_the_end_of_the_process_ends_the_step(tmp_path: Path, run_python: RunPython) -> None:
+    """What hooks a user has not called is not said, as there is no loop that calls any."""
+    settings = {"save_path": "run", "tool": "spans", "schedule": {"steps": [1]}}
+    (tmp_path / "settings.json").write_text(json.dumps({**settings, "watch": {"enable": True}}))
+    run = run_python(RECORDED + CUT)
+    assert "on_step" not in run.stderr
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["end_ns"]

@@ -44,6 +44,7 @@ class RequestLog:
         policy_versions: Versions of the weights since :meth:`begin`, in order; empty if unknown.
         pending_since_ns: Begin times (ns) of the requests that were unfinished at :meth:`end`, in
             order.
+        begun: Number of requests that began.
     """
 
     def __init__(self) -> None:
@@ -51,6 +52,7 @@ class RequestLog:
         self.enabled = False
         self.policy_versions: list[int] = []
         self.pending_since_ns: list[int] = []
+        self.begun = 0
         self.replica = 0
         self._open: set[OpenRequest] = set()
         self._refused_ns: dict[str, int] = {}
@@ -172,6 +174,7 @@ class RequestLog:
         begin_ns = self._refused_ns.pop(id, 0) or clock.now_ns()
         request = OpenRequest(id, prompt_tokens, self, self._policy_version, begin_ns)
         self._open.add(request)
+        self.begun += 1
         return request
 
     def count(self, request: OpenRequest, end_ns: int, failed: bool) -> None:

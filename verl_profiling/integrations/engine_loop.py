@@ -146,6 +146,7 @@ class EngineLoop:
         self._requests = requests
         self._number = 0
         self._begin_s = 0.0
+        self._ended_before = 0
         self._tokens: list[object] = []
         self._sums = process_session().sums
         self._longest_s = callback.config.watch.hang_s / _STEPS_IN_A_HANG
@@ -161,7 +162,7 @@ class EngineLoop:
             batch_methods: Methods that return a whole batch, each call of which is a step.
         """
         self._callback.on_train_begin()
-        atexit.register(self._end)
+        self._end_at_exit()
         if self._sums is not None:
             self._sums.tokens.append(self._idle_ns)
         for method in batch_methods:
@@ -170,6 +171,13 @@ class EngineLoop:
             name = "verl-profiling-engine"
             self._thread = threading.Thread(target=self._make_steps, name=name, daemon=True)
             self._thread.start()
+
+    def _end_at_exit(self) -> None:
+        """End before the callback does at exit, which would close an open step as that of a loop:
+        what is registered last runs first.
+        """
+        atexit.unregister(self._end)
+        atexit.register(self._end)
 
     def _end(self) -> None:
         self._ended.set()
@@ -184,7 +192,9 @@ class EngineLoop:
     def _begin_step(self) -> None:
         self._number += 1
         self._begin_s = time.monotonic()
+        self._ended_before = self._requests.begun - self._requests.running
         self._callback.on_step_begin(self._number)
+        self._end_at_exit()
         self._callback.on_rollout_begin()
 
     def _end_step(self) -> None:
@@ -223,13 +233,13 @@ class EngineLoop:
 
     def _wait_for_end(self) -> None:
         """Wait for a second without requests, or until the step has its longest duration."""
-        has_worked = False
+        begun = self._ended_before
         busy_s = time.monotonic()
         while not self._ended.wait(_LOOK_S):
             now_s = time.monotonic()
-            if self._requests.running:
-                has_worked, busy_s = True, now_s
-            elif has_worked and now_s - busy_s > _PAUSE_S:
+            if self._requests.running or self._requests.begun > begun:
+                begun, busy_s = self._requests.begun, now_s
+            elif begun > self._ended_before and now_s - busy_s > _PAUSE_S:
                 return
             is_captured = self._callback.capturing
             if not is_captured and self._callback.requested:
