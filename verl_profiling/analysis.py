@@ -29,8 +29,8 @@ from verl_profiling.steps.content import Limits
 from verl_profiling.steps.inputs import steps_of, the_run
 from verl_profiling.steps.kinds import communicates
 from verl_profiling.steps.step import TIMELINE_NAME, Keep, StepInputs, one_by_one
+from verl_profiling.timeline.manifest_events import Slice
 from verl_profiling.timeline.merge import MergeResult, merge, select_ranks, stage_windows
-from verl_profiling.timeline.processes import Slice
 from verl_profiling.units import visible
 
 if TYPE_CHECKING:

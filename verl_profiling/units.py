@@ -103,9 +103,10 @@ def _shown(value: Any) -> Any:
     return value
 
 
-_NAME_LENGTH = 120  # characters
+NAME_LENGTH = 120
+"""Most characters of a name in the timeline and in reports."""
 
 
 def shortened(name: str) -> str:
     """Return a name cut to 120 characters."""
-    return name if len(name) <= _NAME_LENGTH else f"{name[: _NAME_LENGTH - 1]}…"
+    return name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 1]}…"

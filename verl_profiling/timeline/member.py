@@ -33,6 +33,7 @@ from verl_profiling.steps.nesting import blocker, linked_log, nested_rows, packe
 from verl_profiling.steps.requests import joined
 from verl_profiling.steps.step import Keep, Source
 from verl_profiling.steps.trace import Event, Trace
+from verl_profiling.timeline.manifest_events import request_arrow
 from verl_profiling.timeline.overlaps import Overlaps
 from verl_profiling.timeline.processes import (
     TRAJECTORIES_PID,
@@ -40,7 +41,6 @@ from verl_profiling.timeline.processes import (
     draw,
     name_process,
     name_row,
-    request_arrow,
 )
 from verl_profiling.units import shortened
 

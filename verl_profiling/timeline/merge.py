@@ -34,6 +34,14 @@ from verl_profiling.steps.step import (
     zero_ns,
 )
 from verl_profiling.steps.trace import Event, Trace
+from verl_profiling.timeline.manifest_events import (
+    CONTROLLER,
+    Slice,
+    controller_events,
+    path_events,
+    request_events,
+    request_rows,
+)
 from verl_profiling.timeline.member import (
     Member,
     MemberJob,
@@ -43,17 +51,11 @@ from verl_profiling.timeline.member import (
     write_member,
 )
 from verl_profiling.timeline.processes import (
-    CONTROLLER,
     LANE_PIDS,
     REQUESTS_PID,
     STAGES_TID,
-    Slice,
-    controller_events,
     metadata,
     name_process,
-    path_events,
-    request_events,
-    request_rows,
 )
 
 _LONGEST_US = 1e6  # longer events are never dropped to reduce the size
