@@ -150,6 +150,51 @@ def test_an_engine_runs_on_without_what_it_or_the_package_lacks(
     assert "Traceback" not in run.stderr
 
 
+SGLANG = {
+    "managers/tokenizer_manager.py": """
+class TokenizerManager:
+    server_args = None
+    async def generate_request(self, prompt):
+        yield "a response"
+""",
+    "entrypoints/engine.py": """
+import asyncio
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+class Engine:
+    def __init__(self):
+        self.tokenizer_manager = TokenizerManager()
+    async def respond(self, prompt):
+        return [response async for response in self.tokenizer_manager.generate_request(prompt)]
+    def generate(self, prompt):
+        return asyncio.run(self.respond(prompt))
+""",
+}
+GENERATING = """
+from verl_profiling.integrations.engine_plugin import in_sglang
+in_sglang()
+from sglang.srt.entrypoints.engine import Engine
+engine = Engine()
+print(engine.generate(1), engine.generate(2))
+"""
+
+
+def test_an_engine_of_sglang_is_tried_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_python: RunPython
+) -> None:
+    """Its requests come to the plugin by the engine and by the tokenizer manager."""
+    for name, content in SGLANG.items():
+        path = tmp_path / "sglang" / "srt" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    (tmp_path / "settings.json").write_text('{"roles": {"rollout": {"enable": false}}}')
+    monkeypatch.setenv("VERL_PROFILING_RUN", "settings.json")
+    run = run_python(GENERATING)
+    assert run.stdout == "['a response'] ['a response']\n"
+    [line] = run.stderr.splitlines()
+    assert "switched off for role rollout" in line
+
+
 DELETING = """
 import gc, weakref
 from verl_profiling.integrations.engine_plugin import in_vllm

@@ -102,10 +102,11 @@ def start_recorder(place: str, engine: Any, batch_methods: Sequence[str] = ()) -
             any time.
     """
     config = settings(place)
-    if config is None or engine in _started:
-        return
-    _started.add(engine)
     server, taker = EngineServer(), recorded(engine)
+    told_of = getattr(taker, "tokenizer_manager", taker)  # an Engine's requests come to both
+    if config is None or told_of in _started:
+        return
+    _started.add(told_of)
     try:
         event_loop = None if batch_methods else asyncio.get_running_loop()
         if join_run(config.local_folder, server, taker, event_loop):
