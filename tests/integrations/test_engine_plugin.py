@@ -309,3 +309,38 @@ def test_the_end_of_the_process_ends_the_step(tmp_path: Path, run_python: RunPyt
     run = run_python(RECORDED + CUT)
     assert "on_step" not in run.stderr
     assert json.loads((tmp_path / "run" / "run.json").read_text())["end_ns"]
+
+
+HANGING = """
+import logging
+
+told = asyncio.Event()
+
+def tell(line):
+    if "hangs: in rollout nothing has progressed" in line.getMessage():
+        told.set()
+    return True
+
+logging.getLogger("verl_profiling.controller.hang_watch").addFilter(tell)
+
+async def serve():
+    idle, hanging = Engine(), Engine()
+    for engine in (idle, hanging):
+        engine_loop.start_recorder("settings.json", engine)
+    with idle.requests.open():
+        await asyncio.sleep(0.3)
+    with hanging.requests.open():
+        while not told.is_set():
+            await asyncio.sleep(0.1)
+
+asyncio.run(asyncio.wait_for(serve(), 20))
+"""
+
+
+def test_an_idle_engine_hides_no_hang_of_another_one_in_its_process(
+    tmp_path: Path, run_python: RunPython
+) -> None:
+    watch = {"enable": True, "hang_s": 1, "first_hang_s": 1}
+    settings = {"save_path": "run", "tool": "spans", "schedule": {"steps": []}, "watch": watch}
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    run_python(RECORDED + HANGING)

@@ -187,8 +187,11 @@ class EngineLoop:
         self._callback.on_train_end()
 
     def _idle_ns(self) -> int:
-        """Return a number that changes while the engine has no requests, and so cannot hang."""
-        return 0 if self._requests.running else time.monotonic_ns()
+        """Return a number that changes while no engine of this process has requests, and so none
+        can hang.
+        """
+        busy = self._requests.busy
+        return 0 if busy is not None and busy.running else time.monotonic_ns()
 
     def _begin_step(self) -> None:
         self._number += 1

@@ -457,27 +457,28 @@ class Busy:
     Attributes:
         sums: The sums.
         name: Name of the stage.
+        running: Number of the requests in progress.
     """
 
     def __init__(self, sums: StageSums, name: str) -> None:
         self.sums = sums
         self.name = name
-        self._running = 0
+        self.running = 0
         self._stage: Begun | None = None
         # Reentrant: the garbage collector may end a request under the lock.
         self._lock = threading.RLock()
 
     def __enter__(self) -> None:
         with self._lock:
-            self._running += 1
+            self.running += 1
             if self._stage is None:
                 self._stage = Begun(self.name, clock.now_ns())
                 self.sums.open[id(self._stage)] = self._stage
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
-            self._running -= 1
-            if not self._running and self._stage is not None:
+            self.running -= 1
+            if not self.running and self._stage is not None:
                 self.sums.end(self._stage, clock.now_ns())
                 self._stage = None
 
