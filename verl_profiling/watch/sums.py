@@ -303,7 +303,7 @@ def _divide(
         step_ns = last_ns - first_ns
         first_ns, last_ns = max(first_ns, begin_ns), min(last_ns, end_ns)
         least_ns = step_ns if is_open else min(end_ns - begin_ns, _SMALL_PART * step_ns)
-        if not is_open and _SMALL_PART * (end_ns - last_ns) < end_ns - begin_ns:
+        if not is_open and _SMALL_PART * (end_ns - last_ns) < last_ns - first_ns:
             last_ns = end_ns  # its rest is in no step
         if first_ns <= last_ns and _SMALL_PART * (last_ns - first_ns) >= least_ns:
             runs[at].setdefault(_name_in(runs[at], name), []).append((first_ns, last_ns))
