@@ -73,6 +73,12 @@ class ProfilerConfig:
     torch_profiler_dir: str = "raw"
     delay_iterations: int = 0
     max_iterations: int = 0
+    torch_profiler_with_stack: bool = False
+    torch_profiler_record_shapes: bool = False
+    torch_profiler_with_memory: bool = False
+    torch_profiler_use_gzip: bool = False
+    torch_profiler_dump_cuda_time_total: bool = False
+    ignore_frontend: bool = True
 
 class Parallel:
     pipeline_parallel_size = tensor_parallel_size = data_parallel_size = 1
@@ -148,6 +154,36 @@ def test_an_engine_runs_on_without_what_it_or_the_package_lacks(
     assert run.stdout == "[] []\n"
     assert run.stderr.count(line) == 1
     assert "Traceback" not in run.stderr
+
+
+ARGUMENTS = """
+from dataclasses import dataclass
+from typing import Any
+
+@dataclass
+class EngineArgs:
+    profiler_config: Any = None
+    def create_engine_config(self):
+        return self.profiler_config
+"""
+CHOOSING = """
+from verl_profiling.integrations.engine_plugin import in_vllm
+in_vllm()
+from vllm.config import ProfilerConfig
+from vllm.engine.arg_utils import EngineArgs
+for chosen in ({"profiler": "cuda"}, ProfilerConfig("cuda")):
+    assert EngineArgs(chosen).create_engine_config() is chosen
+for chosen in (None, {}, ProfilerConfig(None)):
+    assert EngineArgs(chosen).create_engine_config().profiler == "torch"
+"""
+
+
+def test_a_profiler_that_the_user_has_chosen_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_python: RunPython
+) -> None:
+    make_vllm(tmp_path, ARGUMENTS)
+    monkeypatch.setenv("VERL_PROFILING_RUN", "run")
+    assert not run_python(CHOOSING).stderr
 
 
 SGLANG = {

@@ -83,7 +83,8 @@ def add_profiler(place: str, arguments: Any) -> None:
     """
     config = settings(place)
     given = getattr(arguments, "profiler_config", None)
-    if config is None or getattr(given, "profiler", None) is not None:
+    chosen = given if isinstance(given, dict) else getattr(given, "__dict__", {})
+    if config is None or chosen.get("profiler") is not None:
         return
     try:
         for name, value in adapter_named("vllm").engine_args(config, ROLLOUT_ROLE).items():
