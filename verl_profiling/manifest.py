@@ -91,6 +91,10 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_WORK)]
 Depth = Annotated[int, msgspec.Meta(ge=0, le=1000)]
 ArtifactStatus = Literal["ok", "pending", "missing", "empty", "truncated", "failed", "skipped"]
 CaptureStatus = Literal["ok", "failed", "empty", "truncated", "skipped"]
+
+AS_PLANNED = ("ok", "skipped")
+"""Statuses of a worker or an artifact that is whole, or was left out on purpose."""
+
 ManifestState = Literal["begun", "written"]
 RequestPart = Literal[
     "to the engine", "queued", "prefill", "first token", "decode", "generate", "from the engine"

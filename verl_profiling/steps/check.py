@@ -14,7 +14,15 @@ from verl_profiling.files.run_files import never_came, read_manifest, read_run
 from verl_profiling.files.trajectory_log import LOG_SUFFIX, read_log
 from verl_profiling.files.watch_log import WATCH_LOG, latest_step, read_watch_log
 from verl_profiling.identity import step_folder_name
-from verl_profiling.manifest import CUT_SHORT, MANIFEST_NAME, RUN_NAME, Artifact, Manifest, RunInfo
+from verl_profiling.manifest import (
+    AS_PLANNED,
+    CUT_SHORT,
+    MANIFEST_NAME,
+    RUN_NAME,
+    Artifact,
+    Manifest,
+    RunInfo,
+)
 from verl_profiling.steps.cluster import results
 from verl_profiling.steps.content import Blocks, Limits
 from verl_profiling.steps.inputs import (
@@ -102,7 +110,7 @@ def check(path: Path, limits: Limits | None = None, ray: str | None = None) -> C
         checked = [_check_file(path.name, path.resolve(), limits)]
     else:
         raise TraceFormatError(path, "no such file or folder")
-    ok = all(entry.status in ("ok", "skipped") for entry in checked)
+    ok = all(entry.status in AS_PLANNED for entry in checked)
     return visible_text_of(
         CheckResult(directory=str(path), ok=ok, artifacts=checked, note="\n".join(notes))
     )
@@ -212,7 +220,7 @@ def _check_workers(
         explained = any(
             artifact.status not in ("ok", "pending", "skipped") for artifact in worker.artifacts
         )
-        if worker.status not in ("ok", "skipped") and not explained:  # it died, for one
+        if worker.status not in AS_PLANNED and not explained:  # it died, for one
             yield Checked(worker.name, worker.status, worker.reason)
 
 

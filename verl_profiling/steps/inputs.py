@@ -16,7 +16,14 @@ from verl_profiling.files.opener import named_file, real_folder
 from verl_profiling.files.run_files import known_run, read_manifest, written_file
 from verl_profiling.files.trajectory_log import LOG_SUFFIX
 from verl_profiling.files.watch_log import has_watch_log
-from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, Artifact, CaptureResult, Manifest
+from verl_profiling.manifest import (
+    AS_PLANNED,
+    MANIFEST_NAME,
+    RUN_NAME,
+    Artifact,
+    CaptureResult,
+    Manifest,
+)
 from verl_profiling.steps.plain import plain_steps
 from verl_profiling.steps.recordings import not_analysed, npu_files
 from verl_profiling.steps.step import Source, StepInputs, sorted_sources
@@ -243,7 +250,7 @@ def _from_manifest(directory: Path, ray: str | None) -> StepInputs:
     )
     sources: list[Source] = []
     for worker in manifest.workers:
-        if worker.status not in ("ok", "skipped") and not worker.artifacts:
+        if worker.status not in AS_PLANNED and not worker.artifacts:
             inputs.absent.append(f"{worker.identity}: {worker.reason or worker.status}")
         for artifact in worker.artifacts:
             if artifact.status != "skipped":
