@@ -14,8 +14,8 @@ from drawn_steps import STAGES, Worker, report_of, whole_step
 from verl_profiling.numbers.anatomy import PARTS
 from verl_profiling.numbers.columns import OTHER_RANKS
 from verl_profiling.numbers.lost import CAUSES
+from verl_profiling.report.colours import stage_class
 from verl_profiling.report.html import picture
-from verl_profiling.report.tables import stage_class
 
 
 def test_a_late_replica_stands_out(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import msgspec
 
 from verl_profiling.numbers.columns import GanttSpan, PartRow, PathRow, WorkerRow, sum_of
 from verl_profiling.numbers.lost import cause_name
+from verl_profiling.report.colours import cause_key, stage_class
 from verl_profiling.report.findings import calm
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.sentences import (
@@ -30,10 +31,8 @@ from verl_profiling.report.tables import (
     TABLES,
     Cell,
     Table,
-    cause_key,
     cells,
     named,
-    stage_class,
     without_middle,
 )
 from verl_profiling.slices.intervals import grouped

@@ -15,10 +15,11 @@ from urllib.parse import quote
 
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.numbers.lost import cause_name
+from verl_profiling.report.colours import stage_class
 from verl_profiling.report.html import document, figures_section, page_title, section, table
 from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import Figure, axis_top, waits
-from verl_profiling.report.tables import Cell, named, stage_class, timed
+from verl_profiling.report.tables import Cell, named, timed
 from verl_profiling.report.watch_frame import (
     IN_NO_STAGE,
     captures_so_far,
