@@ -32,6 +32,8 @@ workers are read once a second at most.
 
 T = TypeVar("T")
 _OF_A_STAGE = ("slow_stage", "leader")
+"""Signs for which only the stages inside the slow one are captured."""
+
 _OF_ALL = ("slow_stage", "slow_span")
 """Signs that all workers of a stage may cause together."""
 

@@ -50,6 +50,9 @@ _WRITE_S = 1.0
 files are on disk when the hook returns.
 """
 
+_Content = Callable[[], msgspec.Struct]
+"""Function that returns the content of a file, called when the file is written."""
+
 
 class Run:
     """A run: its folder, claimed at the first use, with ``run.json`` and the step folders.
@@ -84,8 +87,8 @@ class Run:
         self._not_captured: dict[int, str] = {}
         self._writer = BackgroundWork("files")
         self._maker = BackgroundWork("steps")  # no step waits for the files of the last one
-        self._unwritten: dict[Path, Callable[[], msgspec.Struct]] = {}
-        self._given_up: dict[Path, Callable[[], msgspec.Struct]] = {}  # until the end of training
+        self._unwritten: dict[Path, _Content] = {}
+        self._given_up: dict[Path, _Content] = {}  # until the end of training
         self._problems: dict[str, str] = {}
         self._lock = threading.Lock()  # guards info
         ProcessId.current()  # cached, so that no step reads /proc
@@ -131,7 +134,7 @@ class Run:
         for path in filter(Path.exists, paths):
             self.background.submit(partial(self._put, path, url))
 
-    def _save(self, path: Path, content: Callable[[], msgspec.Struct]) -> None:
+    def _save(self, path: Path, content: _Content) -> None:
         self._given_up.pop(path, None)
         self._unwritten[path] = content
         self._writer.submit(self._write_all)
@@ -148,7 +151,7 @@ class Run:
         for path in list(self._unwritten):
             self._given_up[path] = self._unwritten.pop(path)
 
-    def _write(self, path: Path, content: Callable[[], msgspec.Struct]) -> bool:
+    def _write(self, path: Path, content: _Content) -> bool:
         """Write a file; return ``False`` if that should be tried again."""
         try:
             write_json_atomically(path, content())

@@ -272,9 +272,13 @@ def _by_stage(
 
 
 _Key = tuple[str, str]
+"""Kind and name of a number."""
+
+_Numbers = dict[_Key, float]
+"""The numbers of a step (s)."""
 
 
-def _join(*sides: list[dict[_Key, float]]) -> None:
+def _join(*sides: list[_Numbers]) -> None:
     """Join causes of requests on both sides, if one side has them joined only."""
     causes = [
         {name for numbers in side for kind, name in numbers if kind == "trajectory"}
@@ -286,7 +290,7 @@ def _join(*sides: list[dict[_Key, float]]) -> None:
             numbers["trajectory", whole] = numbers.get(("trajectory", whole), 0.0) + part_s
 
 
-def _numbers_of(report: Report) -> dict[_Key, float]:
+def _numbers_of(report: Report) -> _Numbers:
     numbers = {("step", STEP): report.span_us / 1e6}  # the first one
     for stage in report.stages:
         numbers["stage", stage.name] = stage.duration_us / 1e6
@@ -306,16 +310,16 @@ def _numbers_of(report: Report) -> dict[_Key, float]:
     return numbers
 
 
-def _keyed(kind: str, seconds: Mapping[str, float]) -> dict[_Key, float]:
+def _keyed(kind: str, seconds: Mapping[str, float]) -> _Numbers:
     return {(kind, name): number for name, number in seconds.items()}
 
 
-def _changes(before: list[dict[_Key, float]], after: list[dict[_Key, float]]) -> list[Change]:
+def _changes(before: list[_Numbers], after: list[_Numbers]) -> list[Change]:
     """Return the change of each number that a step of either side has."""
     return [_change(key, before, after) for key in dict.fromkeys(chain(*before, *after))]
 
 
-def _change(key: _Key, before: list[dict[_Key, float]], after: list[dict[_Key, float]]) -> Change:
+def _change(key: _Key, before: list[_Numbers], after: list[_Numbers]) -> Change:
     sides = _values(key, before), _values(key, after)
     before_s, after_s = (median(values) if values else None for values in sides)
     change_s = (after_s or 0.0) - (before_s or 0.0)
@@ -340,7 +344,7 @@ def _range_s(key: _Key, values: Sequence[float]) -> float | None:
     return high - low
 
 
-def _values(key: _Key, steps: list[dict[_Key, float]]) -> list[float]:
+def _values(key: _Key, steps: list[_Numbers]) -> list[float]:
     """Return a number of each step; 0 for a stage, cause or kernel that a step does not have.
 
     A worker's steps without the number are left out: the worker was not recorded there.

@@ -302,12 +302,13 @@ def segments_of(
         _at(parent, last_before) == parent, first_called + last_before, first_begin + parent
     )
     before_begin = np.where(_at(slices.who, rows - 1) == slices.who, rows - 1, -1)
+    no_row = np.full(rows.size, -1)
     return Segments(
         took_ns=_column(0 * rows, end - begin, 0 * rows),
         end_ns=_column(slices.end, end, slices.begin),
         before=_column(before_end, before_called, before_begin),
-        row=_column(rows, parent, np.full(rows.size, -1)),
-        called=_column(np.full(rows.size, -1), order, np.full(rows.size, -1)),
+        row=_column(rows, parent, no_row),
+        called=_column(no_row, order, no_row),
     )
 
 

@@ -303,11 +303,12 @@ def stage_windows(inputs: StepInputs, names: Iterable[str]) -> tuple[tuple[int, 
         ConfigError: The step has no such stage.
     """
     stages = inputs.manifest.stages if inputs.manifest else []
+    known = {stage.name for stage in stages}
     for name in names:
-        if name not in {stage.name for stage in stages}:
+        if name not in known:
             hint = "it has no stages"
-            if stages:
-                hint = choices_hint(name, {stage.name for stage in stages})
+            if known:
+                hint = choices_hint(name, known)
             raise ConfigError("--stages", f"{inputs.title} has no stage {name!r}; {hint}")
     wanted = set(names)
     return tuple((stage.begin_ns, stage.end_ns) for stage in stages if stage.name in wanted)
