@@ -103,11 +103,12 @@ def start_recorder(place: str, engine: Any, batch_methods: Sequence[str] = ()) -
             any time.
     """
     config = settings(place)
-    server, taker = EngineServer(), recorded(engine)
+    taker = recorded(engine)
     told_of = getattr(taker, "tokenizer_manager", taker)  # an Engine's requests come to both
     if config is None or told_of in _started:
         return
     _started.add(told_of)
+    server = EngineServer()
     try:
         event_loop = None if batch_methods else asyncio.get_running_loop()
         if join_run(config.local_folder, server, taker, event_loop):
