@@ -347,6 +347,28 @@ def test_the_end_of_the_process_ends_the_step(tmp_path: Path, run_python: RunPyt
     assert json.loads((tmp_path / "run" / "run.json").read_text())["end_ns"]
 
 
+IN_A_COROUTINE = """
+async def run_cell():
+    engine = Engine()
+    engine_loop.start_recorder("settings.json", engine, ["generate"])
+    task = asyncio.current_task()
+    assert engine.generate() == "a response"
+    assert asyncio.current_task() is task
+    await asyncio.sleep(0)
+
+asyncio.run(run_cell())
+"""
+
+
+def test_a_batch_in_a_notebook_is_captured(tmp_path: Path, run_python: RunPython) -> None:
+    """Its event loop waits for the batch, so no coroutine can run on it meanwhile."""
+    settings = {"save_path": "run", "tool": "spans", "schedule": {"steps": [1]}}
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    run_python(RECORDED + IN_A_COROUTINE)
+    manifest = json.loads((tmp_path / "run" / "step_000001" / "manifest.json").read_text())
+    assert [worker["status"] for worker in manifest["workers"]] == ["ok"]
+
+
 HANGING = """
 import logging
 

@@ -13,7 +13,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -219,11 +220,13 @@ class EngineLoop:
         def in_a_step(*args: Any, **kwargs: Any) -> Any:
             if self._requests.running:  # chat of an older vLLM calls generate
                 return call(*args, **kwargs)
-            self._begin_step()
+            with _hidden_event_loop():
+                self._begin_step()
             try:
                 return call(*args, **kwargs)
             finally:
-                self._end_step()
+                with _hidden_event_loop():
+                    self._end_step()
 
         setattr(engine, method, in_a_step)
 
@@ -259,6 +262,19 @@ class EngineLoop:
         before = self._tokens
         self._tokens = [] if self._sums is None else [count() for count in self._sums.tokens]
         return self._tokens != before or self._sums is None
+
+
+@contextmanager
+def _hidden_event_loop() -> Iterator[None]:
+    """Let the engine's coroutines run on an event loop of their own: a notebook's, or an async
+    actor's, waits for the call of the engine.
+    """
+    running = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(running)
 
 
 def recorded(engine: Any) -> Any:
