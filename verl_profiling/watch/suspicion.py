@@ -43,6 +43,9 @@ _MOST_SPANS_NAMED = 2  # in a reason, which is one line of the log
 SpanKey = tuple[str, str]
 """Role of the processes, and name of the spans."""
 
+SpanTotals = dict[SpanKey, SpanTotal]
+"""Totals of the spans of a step."""
+
 _lane = attrgetter("lane")
 
 
@@ -162,10 +165,10 @@ class SpanPast:
 
     def __init__(self, options: Anomaly) -> None:
         self._options = options
-        self._totals: deque[dict[SpanKey, SpanTotal]] = deque(maxlen=options.window)
+        self._totals: deque[SpanTotals] = deque(maxlen=options.window)
         self.series = defaultdict[SpanKey, Series](partial(Series, options.window))
 
-    def join(self, totals: dict[SpanKey, SpanTotal], summary: StepSummary) -> list[SpanKey]:
+    def join(self, totals: SpanTotals, summary: StepSummary) -> list[SpanKey]:
         """Add the spans of a step; return those that became slow, by mean per call."""
         self._totals.append(totals)
         if self._options.slow_span is None:
@@ -173,7 +176,7 @@ class SpanPast:
         return [key for key, total in totals.items() if self._is_slow(key, total, totals, summary)]
 
     def _is_slow(
-        self, key: SpanKey, total: SpanTotal, totals: dict[SpanKey, SpanTotal], summary: StepSummary
+        self, key: SpanKey, total: SpanTotal, totals: SpanTotals, summary: StepSummary
     ) -> bool:
         role, name = key
         trajectories = totals.get((role, TRAJECTORY))
@@ -188,7 +191,7 @@ class SpanPast:
         amount = series.measure(total.seconds / total.runs, self._options.slow_span, matters_s)
         return series.add(_OF_A_STAGE * amount)
 
-    def grown(self, totals: dict[SpanKey, SpanTotal], enough_ns: float) -> dict[SpanKey, str]:
+    def grown(self, totals: SpanTotals, enough_ns: float) -> dict[SpanKey, str]:
         """Return the spans whose totals grew by so much, with their usual totals as sentences.
 
         The largest growth is first, and trajectories are last.
@@ -211,7 +214,7 @@ class SpanPast:
                 rows.append((key[1] == TRAJECTORY, -more_ns, key, sentence))
         return {key: sentence for *_, key, sentence in sorted(rows)}
 
-    def longer(self, totals: dict[SpanKey, SpanTotal]) -> list[str]:
+    def longer(self, totals: SpanTotals) -> list[str]:
         """Return sentences on trajectories with more tokens than usual."""
         sentences = []
         for (role, name), total in totals.items():
@@ -234,9 +237,9 @@ def is_wait(name: str) -> bool:
     return name in (TRAJECTORY, GC, OTHERS) or name.startswith((WAIT, f"{WEIGHT_SYNC}/"))
 
 
-def by_role(summary: StepSummary) -> dict[SpanKey, SpanTotal]:
+def by_role(summary: StepSummary) -> SpanTotals:
     """Return the totals of the spans by role and name, over all processes of the role."""
-    totals: dict[SpanKey, SpanTotal] = {}
+    totals: SpanTotals = {}
     for process in summary.processes:
         for total in process.spans:
             key = process.role, total.name
@@ -288,7 +291,7 @@ def _loop_was_alone(summary: StepSummary, outside: Series | None) -> bool:
 
 def _grown(
     suspicion: Suspicion,
-    totals: dict[SpanKey, SpanTotal],
+    totals: SpanTotals,
     summary: StepSummary,
     spans: SpanPast,
 ) -> dict[SpanKey, str]:
