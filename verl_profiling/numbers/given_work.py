@@ -78,6 +78,8 @@ def with_reason(row: StragglerRow, step: Step) -> StragglerRow:
     row = msgspec.structs.replace(row, lead_us=lead_us, fitted=NO_WORK)
     alike = [worker for worker in step.workers if worker.identity.role == row.role]
     workers = [worker for worker in alike if len(time_of(worker.stages, row.stage))]
+    if len(workers) < 2:  # of a foreign trace, no stages are known
+        return row
     inside = {worker.name: _with_work(worker, row.stage) for worker in workers}
     finest = _finest(list(inside.values()))
     if finest is None:
