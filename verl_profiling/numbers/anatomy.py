@@ -39,7 +39,7 @@ PARTS = 240
 
 
 def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
-    """Return the controller's stages in order of their first begin, and the rest of the step.
+    """Return a row per stage of the controller, by first begin, and one for the rest of the step.
 
     The time of starting and stopping the capture is a row of its own. All other time is divided
     equally among the outermost stages that run, so the shares of rows with depth 0 add up to 1.
@@ -77,7 +77,10 @@ def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
 
 
 def _without(capture: Spans, time: Spans) -> Spans:
-    """Return a set of time on an axis that leaves out the capture's time."""
+    """Return a time on an axis from which the capture's time is cut out.
+
+    An instant moves ahead by the capture's time before it.
+    """
     return union(time - covered_before(capture, time))
 
 
@@ -136,7 +139,7 @@ def around_rows(manifest: Manifest) -> list[AroundRow]:
 
 
 def percent(spans: Spans, begin_ns: int, end_ns: int) -> list[int]:
-    """Return the percentage (0 to 100) that disjoint spans cover, for each part of the step."""
+    """Return how much (0 to 100%) of each of 240 parts of the step disjoint spans cover."""
     return [int(share) for share in np.rint(100 * _running(spans, begin_ns, end_ns))]
 
 
@@ -194,7 +197,7 @@ def polling(step: Step, ends: Ints) -> Polling | None:
 
 
 def gantt(step: Step) -> Iterator[GanttSpan]:
-    """Yield the runs of the controller's stages, then of each worker's."""
+    """Yield the bars of the Gantt chart: runs of the controller's stages, then of each worker's."""
     for lane, stages in (
         ("controller", step.stages),
         *((one.name, one.stages) for one in step.workers),

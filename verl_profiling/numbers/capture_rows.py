@@ -19,13 +19,16 @@ from verl_profiling.steps.requests import RequestRow
 from verl_profiling.units import duration
 
 _STAGE_PREFIX = "stage/"
-_SLOWER = 1.2  # times its peers' median that a replica takes to stand out
+_SLOWER = 1.2  # a replica is slow if a token takes 1.2 times the median of the others
 _SET_CLOCK_NS = 1_000_000
 _SET_CLOCK_SHARE = 0.001  # twice the rate at which NTP slews a clock (500 ppm)
 
 
 def measures_of(worker: CaptureResult) -> Iterator[MeasureRow]:
-    """Yield a worker's metrics, one row each."""
+    """Yield a row per number that a worker recorded.
+
+    A key ``stage/NAME/...`` is a number of the stage ``NAME``, others are of no stage.
+    """
     for key, value in worker.metrics.items():
         stage = ""
         name = key
@@ -108,8 +111,8 @@ class SlowReplica(NamedTuple):
 
     Attributes:
         row: Row of the replica.
-        token_us: Time that the replica takes for a token.
-        usual_us: Median of the other replicas.
+        token_us: Median time per token of the replica.
+        usual_us: Median of the same time of the other replicas.
     """
 
     row: ReplicaRow
@@ -118,7 +121,7 @@ class SlowReplica(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """Advice on the replica."""
+        """The advice as text: the worker to look at, and both times."""
         took, usual = duration(self.token_us / 1e6), duration(self.usual_us / 1e6)
         return (
             f"compare host and device of {self.row.worker} with those of the other replicas: "

@@ -1,7 +1,8 @@
 """Collectives and stragglers: the waits of ranks for each other.
 
-The last rank to enter a call has the shortest run, and the length of this run is the cost of the
-call. Every other rank waits for the time by which its run exceeds the cost:
+A rank's run of a call is its time in the call. The rank that enters last has the shortest run, and
+the length of this run is the cost of the call. Every other rank waits for the time by which its run
+exceeds the cost:
 
     waiting of a rank = union, over its calls, of [begin, end - cost)
 
@@ -55,7 +56,7 @@ def waits(calls: Iterable[Calls]) -> dict[Lane, Spans]:
 
 
 def _in_calls(calls: Iterable[Calls]) -> dict[Lane, Spans]:
-    """Return the time in which each rank was in any call."""
+    """Return the time in which each rank was in a call of any collective."""
     spans: defaultdict[Lane, list[Spans]] = defaultdict(list)
     for collective in calls:
         for lane, runs in zip(collective.lanes, collective.runs, strict=True):
@@ -68,8 +69,9 @@ def _united(spans: Mapping[Lane, list[Spans]]) -> dict[Lane, Spans]:
 
 
 def unmatched(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
-    """Return the observed communication of each lane outside of matched calls,
-    whose waits are unknown.
+    """Return each lane's observed communication in calls that were not matched between ranks.
+
+    It is unknown how much of it is waiting.
     """
     matched = _in_calls(calls)
     return {
@@ -79,7 +81,10 @@ def unmatched(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
 
 
 def whole_graphs_ns(lanes: Iterable[Lane]) -> int:
-    """Return the time in graphs that are one event each: their collectives are not recorded."""
+    """Return the time (ns) in CUDA graphs that the trace has as one event each.
+
+    Collectives inside of them are not recorded.
+    """
     total_ns = 0
     for lane in lanes:
         for (_, name), (_, self_ns) in lane.ops.items():
@@ -89,7 +94,7 @@ def whole_graphs_ns(lanes: Iterable[Lane]) -> int:
 
 
 def _perhaps_waiting(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
-    """Return the known waits in collectives, and exposed communication that may be a wait."""
+    """Return each lane's known waits, and exposed communication that may be waiting as well."""
     whole = _in_calls(collective for collective in calls if collective.is_whole)
     perhaps = {}
     for lane in step.lanes:
@@ -105,7 +110,7 @@ def last_to(stage: str, step: Step, calls: Iterable[Calls], least: float) -> tup
     An empty stage means the whole step. The result is empty if ranks take turns in being last, or
     if the waits are less than the share ``least`` of the stage. Only captured ranks count.
     """
-    # by last rank, and waiting rank
+    # waits, by the name of the last rank and of the waiting rank
     waited: defaultdict[tuple[str, str], list[Spans]] = defaultdict(list)
     longest = 0
     for collective in calls:
@@ -125,7 +130,7 @@ def last_to(stage: str, step: Step, calls: Iterable[Calls], least: float) -> tup
 
 
 def _time_in(stage: str, lane: Lane, step: Step) -> Spans:
-    """Return the time of a lane in its stage, else of the loop; without a name, of the step."""
+    """Return the time of a stage on a lane, else in the loop; for ``""``, the observed time."""
     time = time_of(lane.stages, stage)
     if len(time):
         return time
@@ -169,8 +174,8 @@ def stragglers(step: Step, calls: Iterable[Calls]) -> list[StragglerRow]:
     of a worker is its time in the stage without waits in collectives. Stages that were open at the
     end of the capture are left out. So are stages in which another worker may have worked as long,
     because its waits are unknown. A rank may also have waited outside of its observed windows. If
-    these miss a part of the stage, the rank counts as slow only if it ends later by half of its
-    lead.
+    these miss a part of the stage, the rank counts as slow only if it also ends the stage later, by
+    half of its additional work.
 
     Args:
         step: The step.
@@ -193,16 +198,16 @@ def stragglers(step: Step, calls: Iterable[Calls]) -> list[StragglerRow]:
 
 
 _Runs = dict[str, list[StageSpan]]
-"""Runs of a stage by worker."""
+"""Runs of one stage by name of the worker."""
 
 
 class _Worker:
-    """Time that all lanes of a worker share.
+    """Times of a worker: those that all its lanes have in common.
 
     Attributes:
-        waits: Waits in collectives.
-        perhaps: Also communication that may be a wait.
-        observed: Observed time.
+        waits: Time in which all lanes waited in collectives.
+        perhaps: The same, with communication that may be waiting.
+        observed: Time in which all lanes are observed.
     """
 
     def __init__(self, name: str, step: Step, perhaps: Mapping[Lane, Spans]) -> None:
@@ -219,7 +224,7 @@ def _is_cut_off(step: Step, runs: _Runs) -> bool:
 def _straggler(
     stage: str, role: str, runs: _Runs, workers: Mapping[str, _Worker]
 ) -> StragglerRow | None:
-    """Return the row of a stage; ``None`` if another worker may have worked as long."""
+    """Return the row of a stage; ``None`` if it is unsure which worker worked longest."""
     worked_us: dict[str, float] = {}
     surely_us: dict[str, float] = {}
     waited_ns = 0
@@ -252,8 +257,9 @@ def _is_seen(row: StragglerRow, runs: _Runs, workers: Mapping[str, _Worker]) -> 
 
 
 def _ends_last(row: StragglerRow, runs: _Runs) -> bool:
-    """Return whether the slowest worker ends the stage later than the others by at least half
-    of its lead.
+    """Return whether the slowest worker ends the stage later by half of its additional work.
+
+    Rollout engines always pass.
     """
     if row.role == ROLLOUT_ROLE:
         return True

@@ -18,7 +18,7 @@ from verl_profiling.units import duration
 
 
 def sum_of(rows: Iterable[object], column: str) -> float:
-    """Return the sum of a column."""
+    """Return the sum of a numeric field over all rows."""
     return float(sum(getattr(row, column) for row in rows))
 
 
@@ -67,12 +67,12 @@ class HelpRow(msgspec.Struct, frozen=True, kw_only=True):
     """The predicted effect of one change.
 
     Attributes:
-        change: The change in words.
+        change: The change in words, e.g. that a stage takes half of its time.
         option: The change, as an option of ``verl-profiling what-if``.
         stage: Outermost stage that is changed.
-        predicted_us: Duration of the step.
-        difference_us: Difference to the recorded step.
-        difference_share: Difference as a share of the recorded step.
+        predicted_us: Duration of the step with the change.
+        difference_us: ``predicted_us`` minus the duration of the recorded step.
+        difference_share: ``difference_us`` as a share of the recorded step.
         hours_a_day: Saved time of all lanes in 24 hours of such steps.
         unit: Unit of ``hours_a_day``: ``GPU-hours`` if lanes are GPUs, else ``lane-hours``.
     """
@@ -92,7 +92,7 @@ class HelpRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PathRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A time on the critical path.
+    """A segment of the critical path, the chain of work that determines the step's duration.
 
     Attributes:
         stage: Stages around it, the outermost first.
@@ -104,7 +104,7 @@ class PathRow(msgspec.Struct, frozen=True, kw_only=True):
         share: Share of the step.
         idle_us: Part of a worker's ``duration_us`` in which all its lanes are idle, if a trace is
             recorded.
-        worker: The lane, worker or loop alone.
+        worker: ``who`` without group and sample.
     """
 
     columns: ClassVar[str] = "stage, who, kind, time=duration_us, share, idle_us"
@@ -222,12 +222,12 @@ class DeviceRow(UseRow, frozen=True, kw_only=True):
 
 
 class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Time of one rank of a rollout engine, from the names of its iterations.
+    """Time of one rank of a rollout engine, from the names of the iterations in its trace.
 
     Attributes:
         name: Name of the lane.
         replica: Index of the replica.
-        queueing_us: From the begin of the rollout to the engine's first iteration.
+        queueing_us: Time from the begin of the rollout to the engine's first iteration.
         iterations: Number of iterations.
         prefill_us: Time in iterations that processed prompt tokens.
         decode_us: Time in iterations that only generated.
@@ -381,13 +381,13 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Time by cause.
+    """Time of one of several causes.
 
     Attributes:
         cause: Name of the cause. In a rollout, a cause of trajectories; while none ran, a span of
             their processes, ``controller: <stage>``, or ``requests of no trajectory``.
         seconds: Time of the cause; for the rollout, wall time.
-        share: Share of the whole.
+        share: Share of the sum of all causes.
     """
 
     columns: ClassVar[str] = "cause, time=seconds, share"
@@ -398,14 +398,14 @@ class PartRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LostRow(PartRow, frozen=True, kw_only=True):
-    """The lane-seconds lost by one cause: devices idled, or waited for other ranks in collectives.
+    """The time lost by one cause: devices idled, or waited for other ranks in collectives.
 
     Attributes:
         cause: Name of the cause; ``docs/report.md`` defines each.
-        seconds: Device-seconds: lanes that share a device count once.
+        seconds: Lost seconds, summed over the devices; lanes that share a device count once.
         share: Share of the observed time of all devices.
-        parts: ``seconds`` by simultaneous cause of trajectories, spans of their processes, or stage
-            of the loop. Empty without recorded trajectories.
+        parts: ``seconds`` by what happened meanwhile: a cause of trajectories, a span of their
+            processes, or a stage. Empty if unknown.
     """
 
     parts: dict[str, float] = {}
@@ -621,7 +621,7 @@ class BlockRow(msgspec.Struct, frozen=True, kw_only=True):
     """One task that blocked the event loop of a process.
 
     Attributes:
-        lane: Lane of the process.
+        lane: Lane of the process whose loop was blocked.
         what: The blocking span, or else the function; ``unknown`` without a stack sample.
         function: The function that blocked longest.
         blocks: Number of blocks.
@@ -650,7 +650,7 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     """The trajectories of one prompt.
 
     Attributes:
-        group: The group.
+        group: Name of the group.
         members: Number of trajectories in the group.
         first_s: First end of a trajectory, relative to the begin of the step.
         last_s: Last end of a trajectory, relative to the begin of the step.
@@ -761,7 +761,7 @@ class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def added(row: PathRow, other: PathRow) -> PathRow:
-    """Return a row with the time of both rows."""
+    """Return a row with the times of both rows added up."""
     idle_us = None
     if row.idle_us is not None:
         idle_us = row.idle_us + (other.idle_us or 0.0)
@@ -817,7 +817,7 @@ class Tail(msgspec.Struct, frozen=True, kw_only=True):
         median_finish_us: Median end of a replica, relative to the begin of the rollout.
         last_finish_us: End of the last replica, relative to the begin of the rollout.
         ratio: ``last_finish_us / median_finish_us``.
-        tail_share: Share of the step between the median finish and the last.
+        tail_share: Time from the median end to the last end, as a share of the step.
         requests: Number of requests, if the engine reported them.
         latency_s: Latency of the requests, from sending to the complete response.
         response_tokens: Lengths of the responses.
@@ -945,13 +945,13 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens per time.
+    """Tokens per second of the step, over all devices and for each.
 
     Attributes:
-        tokens: Tokens of the step.
-        source: Source of the number of tokens.
+        tokens: Number of tokens of the step.
+        source: Source of ``tokens``, e.g. ``engine iterations``.
         tokens_per_s: Tokens per second of the step.
-        tokens_per_s_per_device: The same, divided by the number of devices.
+        tokens_per_s_per_device: ``tokens_per_s`` divided by the number of devices.
     """
 
     tokens: float

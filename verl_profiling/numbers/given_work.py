@@ -1,4 +1,4 @@
-"""The work given to workers: by stage, and of engines by their requests."""
+"""The work given to workers (sequences and tokens): by stage, and of engines by their requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from verl_profiling.slices.lead_fit import UNSURE, Explained, Runs, explained
 from verl_profiling.steps.lanes import Step
 
 NO_WORK = "the work given to the stage is unknown"
-"""Reason why a lead is not explained, if nobody passed the facts."""
+"""Reason why no data explain a slow worker: nobody passed its number of tokens."""
 
 
 def work_rows(step: Step) -> list[WorkRow]:
@@ -67,10 +67,10 @@ def _row(worker: str, stage: str, runs: int, took_ns: int, work: Work) -> WorkRo
 
 
 def with_reason(row: StragglerRow, step: Step) -> StragglerRow:
-    """Return the row of a slow worker with the part of its lead that its data explain.
+    """Return the row of a slow worker with the part of its extra time that its data explain.
 
-    The times of work are fitted to the shortest runs with known work inside the stage, such as
-    micro-batches.
+    The times per token and squared length are fitted to the shortest runs with known work inside
+    the stage, such as micro-batches.
     """
     if row.role == ROLLOUT_ROLE:  # an engine's requests run side by side
         return row
@@ -104,8 +104,9 @@ def with_reason(row: StragglerRow, step: Step) -> StragglerRow:
 
 
 def _finest(spans_of: list[list[StageSpan]]) -> str | None:
-    """Return the name of the most runs that all workers have, of several the inner one; ``None`` if
-    there is none.
+    """Return the stage that all workers ran, with the most runs in the first one; else ``None``.
+
+    Of several with as many runs, the inner one counts.
     """
     counts = [Counter(span.name for span in spans) for spans in spans_of]
     shared = set.intersection(*[set(names) for names in counts])
@@ -114,7 +115,7 @@ def _finest(spans_of: list[list[StageSpan]]) -> str | None:
 
 
 def _with_work(worker: CaptureResult, stage: str) -> list[StageSpan]:
-    """Return the runs with known work in a stage of a worker, also of the stage itself."""
+    """Return the worker's spans with known tokens inside a stage, and runs of the stage itself."""
     known = [span for span in worker.stages if span.work is not None and span.work.tokens]
     begins = np.array([span.begin_ns for span in known], np.int64)
     in_stage = holding(time_of(worker.stages, stage), begins)
@@ -122,7 +123,7 @@ def _with_work(worker: CaptureResult, stage: str) -> list[StageSpan]:
 
 
 def _runs(worker: str, spans: list[StageSpan], step: Step) -> Runs:
-    """Return the runs of a stage in a worker, each without waits for other ranks."""
+    """Return a worker's spans as columns for the fit; their times exclude waits for other ranks."""
     waits = common([lane.waiting for lane in step.lanes if lane.source.worker == worker])
     seconds, tokens, squares = [], [], []
     for span in spans:

@@ -45,11 +45,13 @@ CAUSES = (
 
 _SAID = {"host_bound": "the host launched no work", "other_stages": "waiting for its turn"}
 BEHIND_TRAJECTORIES = ("long_tail", "after_generation", "no_requests")
-"""Causes of idle time that are divided further by the causes of trajectories."""
+"""Causes of idle time that are divided further, by the causes of trajectories at the same time,
+e.g. a tool that the last trajectories call.
+"""
 
 
 def cause_name(cause: str) -> str:
-    """Return the shown name of a cause."""
+    """Return the name of a cause in the report, e.g. ``long tail``."""
     return _SAID.get(cause, cause.replace("_", " "))
 
 
@@ -91,7 +93,7 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
         held = EMPTY
         if len(work):
             first, last = int(work[0, 0]), int(work[-1, 1])
-            held = within(rollout, last, all_done)  # requests come back
+            held = within(rollout, last, all_done)  # its last responses are returned
             if tail is not None and tail.last_replica != lane.source.replica:
                 claims["long_tail"] = held
                 held = EMPTY
@@ -121,7 +123,7 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
 
 
 def partition(time: Spans, claims: Mapping[str, Spans]) -> dict[str, Spans]:
-    """Divide a time among causes; if several causes claim an instant, the first counts."""
+    """Divide a time among causes by the time that each claims; an instant goes to the first one."""
     parts = {}
     for cause, claim in claims.items():
         parts[cause] = intersection(time, claim)
@@ -146,11 +148,10 @@ def working_spans(lane: Lane, step: Step, *stages: str) -> Spans:
 
 
 def sync_parts(step: Step, devices: Iterable[Sequence[Lane]]) -> dict[str, float]:
-    """Divide the time that devices lose to the cause ``weight_sync`` by the part of the update (s).
+    """Return the seconds that devices lose to ``weight_sync``, by stage inside ``update_weights``.
 
-    The parts are the stages inside the stage ``update_weights``. An instant belongs to the
-    innermost one of the device's own process; else of the controller, else of another process, for
-    which all others wait.
+    An instant belongs to the innermost such stage of the device's own process; else of the
+    controller, else of another process, for which all others wait.
 
     Args:
         step: The step.
@@ -223,10 +224,10 @@ def lost_total(rows: Sequence[DeviceRow], parts: Mapping[str, dict[str, float]])
 
     Args:
         rows: The devices.
-        parts: Parts of the causes (s).
+        parts: Seconds of a cause by what happened meanwhile, e.g. of ``weight_sync`` by stage.
     """
     observed = sum_of(rows, "span_us") or 1.0
-    # To the nanosecond: what rounding leaves has no cause.
+    # To the nanosecond: an error of floats is no lost time.
     totals = {
         cause: round(sum(row.lost_us[cause] for row in rows), 3) for cause in (*CAUSES, OTHER_RANKS)
     }

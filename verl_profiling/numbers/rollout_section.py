@@ -1,4 +1,4 @@
-"""Builds the section "Rollout" of a step from the logs of its trajectories."""
+"""Builds the section "Rollout" of a step's report from the logs of its trajectories."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def rollout_of(
     pieces: Pieces,
     of_processes: Pieces,
 ) -> tuple[Rollout, Explanation] | None:
-    """Return the report's section "Rollout", and what explains the time of the step.
+    """Return the report's section "Rollout", and the explanation of any time by its causes.
 
     Return ``None`` if the step has no recorded trajectories.
 
     Args:
         step: The step.
-        records: The trajectories.
+        records: The recorded trajectories and their spans.
         served: The engine's request of each ``generate`` span, by the number of the span.
         pieces: Time of each trajectory divided by cause, e.g. decode, a tool, loop lag.
         of_processes: Time of each process outside trajectories, divided by cause.
@@ -113,9 +113,7 @@ def rollout_of(
 def _causes(
     pieces: Pieces, shares: NDArray[np.float64], members: NDArray[np.bool_], *, validate: bool
 ) -> list[CauseRow]:
-    """Return rows of the time of some trajectories by cause (tool, queue, ...),
-    which add up to the total.
-    """
+    """Return a row per cause (tool, queue, ...) of the members' time; they add up to all of it."""
     rows = np.flatnonzero(members[pieces.owner] & (shares > 0))
     pairs = np.unique(pieces.owner[rows] * len(pieces.causes) + pieces.cause[rows])
     sizes = np.bincount(pairs % len(pieces.causes), minlength=len(pieces.causes))
@@ -166,7 +164,7 @@ def _block_rows(records: Records, lag: Pieces) -> list[BlockRow]:
 
     Args:
         records: The recorded trajectories.
-        lag: Intervals of the trajectories' loop lag.
+        lag: Intervals in which trajectories were delayed by a blocked event loop.
     """
     blocks = records.blocks
     axes = Axes(int(blocks.loop.max(initial=0)) + 1, blocks.begin, blocks.end, lag.begin, lag.end)
@@ -192,7 +190,7 @@ def _block_rows(records: Records, lag: Pieces) -> list[BlockRow]:
 
 
 def _groups(trajectories: Sequence[Trajectory], pieces: Pieces, begin_ns: int) -> dict[str, Any]:
-    """Return the fields of the section on groups of two or more training trajectories.
+    """Return the fields of ``Rollout`` on groups: training trajectories of one prompt, two or more.
 
     Groups are sorted by the time for which members waited for the last member. The spread of a
     group is the time from the first end of a member to the last end.
@@ -234,14 +232,14 @@ def _groups(trajectories: Sequence[Trajectory], pieces: Pieces, begin_ns: int) -
 
 
 class _Group:
-    """Trajectories of a prompt.
+    """Training trajectories of one prompt.
 
     Attributes:
-        name: The group.
-        members: Numbers of the trajectories.
+        name: Name of the group.
+        members: Indices of the trajectories.
         first_ns: First end of a member.
         last_ns: Last end of a member.
-        slowest: Member that ended last.
+        slowest: Index of the member that ended last.
         waited_ns: Total time for which members waited for the last one.
     """
 
@@ -298,7 +296,7 @@ def _failure_rows(trajectories: Sequence[Trajectory]) -> list[FailureRow]:
 
 
 def _failure(trajectory: Trajectory) -> tuple[bool, str, str, str]:
-    """Return what failures of one kind have in common."""
+    """Return what failures of one row share: validation, status, error and failed span."""
     error = shortened(" ".join(trajectory.said.error.split()))
     return trajectory.validate, trajectory.said.status, error, trajectory.failed_in or ""
 
@@ -306,14 +304,14 @@ def _failure(trajectory: Trajectory) -> tuple[bool, str, str, str]:
 def _versions(
     records: Records, served: Mapping[int, Request], trained: int | None
 ) -> dict[str, Any]:
-    """Return the fields of the section on policy versions, newest first, of training trajectories.
+    """Return the fields of ``Rollout`` on the policy versions of training trajectories.
 
     Versions come from the loop (``min_version``, ``max_version``), else from the trajectory's
     requests.
 
     Args:
         records: The recorded trajectories.
-        served: The request of each span, by the span's number.
+        served: The engine's request of each ``generate`` span, by the number of the span.
         trained: Policy version that the step trains, if known.
     """
     segments = Counter[int]()
@@ -356,10 +354,11 @@ def _last_trajectories(
     """Return the tail: the time in which only the last ``k`` of ``n`` trajectories still ran.
 
     ``k`` is at most ``n / 2``, and maximizes the tail's share of the rollout minus ``k / n``.
-    There, the curve of finished trajectories bends.
+    There, the curve of finished trajectories bends. If the last 4 of 100 take 30% of the time, the
+    difference is 0.26.
 
     Args:
-        numbers: Numbers of the trajectories.
+        numbers: Indices of the training trajectories.
         begin: Begin of each trajectory (unix ns).
         end: End of each trajectory (unix ns).
         pieces: Time of all trajectories by cause.

@@ -1,4 +1,7 @@
-"""Compares the suspects of a requested capture with their peers, e.g. other ranks of the role.
+"""Compares the suspects of a requested capture with their peers.
+
+A suspect is a lane or worker that may be the cause of a slow step, e.g. ``actor_rank3``. Its peers
+are e.g. the other ranks of its role.
 
 Workers that communicate end a stage together, so a rank's duration of the stage does not show its
 own work. Compared are the time in the stage without waits for other ranks, and the parts of the
@@ -36,18 +39,19 @@ from verl_profiling.steps.requests import per_token_us
 from verl_profiling.units import local_time
 
 _SMALL = 0.01
-"""Minimum time in the comparison, as a share of the step."""
+"""Least time of a row of the comparison, as a share of the step; shorter times are left out."""
 _KERNELS = 5
 _MOST_SUSPECTS = 4
-# least wait for one process, as a share of a stage in which nobody is suspected
+# without suspects: least wait for one rank, as a share of the stage, that is worth a name
 _OF_A_STAGE_OF_ALL = 0.2
 
 
 def requested_of(
     step: Step, calls: Sequence[Calls]
 ) -> tuple[RequestedCapture | None, list[SuspectRow]]:
-    """Return the request of a capture, and rows of suspects and peers;
-    nothing if nobody requested it.
+    """Return the request of a capture, and rows that compare its suspects with peers.
+
+    A capture of the schedule alone has neither.
     """
     manifest = step.manifest
     if manifest is None:
@@ -72,7 +76,7 @@ def requested_of(
 def _last_rank(trigger: Trigger, step: Step, calls: Sequence[Calls]) -> tuple[str, float]:
     """Return the rank that was last in the collectives of the slow stage, and the others' wait (s).
 
-    Empty if the request is about no stage.
+    Empty if the request names neither a stage nor a sign of all ranks (``slow_step``, ``leader``).
     """
     if not trigger.stage and trigger.sign not in ("slow_step", "leader"):
         return "", 0.0
@@ -83,7 +87,7 @@ def _last_rank(trigger: Trigger, step: Step, calls: Sequence[Calls]) -> tuple[st
 
 
 def _compared(trigger: Trigger, step: Step) -> tuple[list[str], list[SuspectRow]]:
-    """Return the names of the peers, and the rows of the suspects."""
+    """Return the names of the peers, and the rows that compare each suspect with its peers."""
     suspects = list(_named(trigger.suspects[:_MOST_SUSPECTS], step))
     peers = _peers(trigger, suspects, step)
     rows: list[SuspectRow] = []
@@ -95,7 +99,10 @@ def _compared(trigger: Trigger, step: Step) -> tuple[list[str], list[SuspectRow]
 
 
 def _peers(trigger: Trigger, suspects: Sequence[_Process], step: Step) -> list[_Process]:
-    """Return the recorded peers of the request, else other workers of the suspects' roles."""
+    """Return the peers that the request names, else all other workers of the suspects' roles.
+
+    Only recorded processes count.
+    """
     roles = {suspect.role for suspect in suspects}
     suspected = {suspect.worker for suspect in suspects}
     workers = [worker.name for worker in step.workers if worker.identity.role in roles]
@@ -107,7 +114,10 @@ def _peers(trigger: Trigger, suspects: Sequence[_Process], step: Step) -> list[_
 
 
 def _recorded_stages(trigger: Trigger, step: Step) -> list[str]:
-    """Return the stages of a capture that is limited to a stage; empty for other captures."""
+    """Return the stages that a capture of selected stages recorded, the request's stage first.
+
+    Empty for a capture of the whole step.
+    """
     artifacts = chain.from_iterable(worker.artifacts for worker in step.workers)
     recorded = {artifact.stage for artifact in artifacts if artifact.stage}
     if not trigger.stage or not recorded:
@@ -116,7 +126,7 @@ def _recorded_stages(trigger: Trigger, step: Step) -> list[str]:
 
 
 def _named(names: Sequence[str], step: Step) -> Iterator[_Process]:
-    """Yield the captured processes with these names of lanes or workers."""
+    """Yield the process of each name of a captured lane or worker; other names are left out."""
     workers = {}
     if step.stages:
         workers["controller"] = "controller"
@@ -133,11 +143,11 @@ class _Process:
     """A process of a capture, with its stages and the work of its lanes.
 
     Attributes:
-        name: Name of the worker, or of one of its lanes, which then represents the process.
-        worker: The worker, or ``controller``.
-        step: The step.
-        results: What the worker recorded; empty for the controller.
-        stages: The process's stages.
+        name: Name of the worker, or of one of its lanes; then only this lane is compared.
+        worker: Name of the worker, or ``controller``.
+        step: The captured step.
+        results: Results of the worker in the manifest; empty for the controller.
+        stages: Runs of the process's stages.
     """
 
     def __init__(self, name: str, worker: str, step: Step) -> None:
@@ -158,14 +168,14 @@ class _Process:
 
     @cached_property
     def lanes(self) -> list[Lane]:
-        """The process's lanes with known work."""
+        """The lanes of the process, without those whose device's work is unknown."""
         lanes = [lane for lane in self.step.lanes if lane.source.worker == self.worker]
         named = [lane for lane in lanes if self.name in (lane.name, lane.source.lane)]
         return [lane for lane in named or lanes if not lane.is_unknown]
 
     @property
     def recorded(self) -> bool:
-        """Whether the process recorded stages, work or a whole artifact.
+        """Whether the process has stages, a lane with known work or an artifact that is ``ok``.
 
         Without these, only its memory could be compared.
         """
@@ -175,7 +185,7 @@ class _Process:
 
     @cached_property
     def ended(self) -> list[StageSpan]:
-        """The process's stages that ended in the capture."""
+        """Runs of the process's stages that ended in the capture."""
         return [span for span in self.stages if not self.step.cut_off(span)]
 
     def ran(self, stage: str) -> bool:
@@ -183,8 +193,8 @@ class _Process:
         return any(span.name == stage for span in self.ended)
 
     def window(self, stage: str) -> Spans:
-        """Return the time in a stage without starts and stops of tools; without a name, that of the
-        step.
+        """Return the process's time in a stage (``""``: in the step), without starts and stops of
+        tools.
 
         If the process never ran the stage, the time is that of the loop's stage.
         """
@@ -197,8 +207,9 @@ class _Process:
         return subtract(time, time_of(tools))
 
     def worked_s(self, stage: str) -> float | None:
-        """Return the time in a stage without waits,
-        or the busy time meanwhile without the stage (s).
+        """Return the seconds that the process worked in a stage: without waits for other ranks.
+
+        For a process that never ran the stage, return the busy time of its lanes meanwhile.
         """
         window = self.window(stage)
         if self.ran(stage):
@@ -210,8 +221,9 @@ class _Process:
         return None
 
     def parts_s(self, stage: str) -> dict[str, float]:
-        """Return the parts of the lanes' time in a stage, on average;
-        the sum is the observed time.
+        """Return the seconds in a stage by use, e.g. communicating, as the mean of the lanes.
+
+        The sum is the observed time.
         """
         totals: Counter[str] = Counter()
         for lane in self.lanes:
@@ -231,8 +243,8 @@ class _Process:
         return {name: ns / len(self.lanes) / 1e9 for name, ns in totals.items()}
 
     def kernels_s(self, stage: str) -> dict[str, float]:
-        """Return the self time by name of the process's kernels that began in a stage,
-        or in the step.
+        """Return the self time (s) of each kernel in a stage (``""``: in the step), as the lanes'
+        mean.
         """
         totals: Counter[str] = Counter()
         for lane in self.lanes:
@@ -242,8 +254,9 @@ class _Process:
         return {name: ns / len(self.lanes) / 1e9 for name, ns in totals.items() if ns}
 
     def requests_s(self) -> dict[str, float]:
-        """Return the medians over an engine's requests: a whole request,
-        and a token of its response.
+        """Return the median seconds of an engine's requests, and of a token of their responses.
+
+        Failed requests are left out.
         """
         requests = chain.from_iterable(result.requests for result in self.results)
         whole = [request for request in requests if not request.failed]
@@ -255,7 +268,7 @@ class _Process:
         return {name: median(times) for name, times in times_s.items() if times}
 
     def peaks(self, stage: str) -> dict[str, float]:
-        """Return the process's memory peaks, in the slow stage if known, else in any stage."""
+        """Return the process's memory peaks (bytes) by name: in the stage if known, else in any."""
         measures = chain.from_iterable(map(measures_of, self.results))
         rows = [row for row in measures if row.unit == "bytes"]
         peaks: dict[str, float] = {}
@@ -265,13 +278,14 @@ class _Process:
 
 
 class _Comparison:
-    """Rows of a suspect and its peers.
+    """Compares a suspect with its peers.
 
     Attributes:
-        suspect: The suspect.
+        suspect: The process that may be slow.
         peers: Other processes of its role.
         stage: The slow stage; empty for the whole step.
-        alike: The peers with recorded work that ran the stage if the suspect did.
+        alike: The peers with recorded work that ran the stage, if the suspect ran it too; else
+            those that did not run it either.
     """
 
     def __init__(self, suspect: _Process, peers: Sequence[_Process], stage: str) -> None:
@@ -282,7 +296,7 @@ class _Comparison:
         self.alike = [peer for peer in peers if peer.lanes and peer.ran(stage) == ran]
 
     def rows(self) -> Iterator[SuspectRow]:
-        """Yield each quantity of the suspect with the median of its peers, but small times."""
+        """Yield a row per quantity: the suspect's value and its peers' median; no short times."""
         suspect, peers, stage = self.suspect, self.peers, self.stage
         parts = [peer.parts_s(stage) for peer in self.alike]
         times = [*self._stages(), *self._rows("time", suspect.parts_s(stage), parts)]
@@ -297,7 +311,7 @@ class _Comparison:
             yield msgspec.structs.replace(row, unit="bytes")
 
     def _stages(self) -> list[SuspectRow]:
-        """Return rows of the slow stage and the outermost stages; of the step, if there is none."""
+        """Return rows of the slow stage and the suspect's outermost stages; else of the step."""
         suspect = self.suspect
         outermost = [span.name for span in suspect.stages if span.depth == 0]
         names = list(filter(None, dict.fromkeys([self.stage, *outermost]))) or [""]
@@ -309,7 +323,7 @@ class _Comparison:
         return rows
 
     def _kernels(self) -> list[SuspectRow]:
-        """Return the kernels with the largest differences: in the stage, if any ran there."""
+        """Return rows of the kernels that differ most: in the slow stage, if any ran there."""
         processes = [self.suspect, *self.alike]
         if not (self.suspect.lanes and self.alike):
             return []
@@ -327,7 +341,9 @@ class _Comparison:
         numbers: Mapping[str, float | None],
         of_peers: Sequence[Mapping[str, float | None]],
     ) -> list[SuspectRow]:
-        """Return a row for each known number, with the median of the peers that have the number."""
+        """Return a row for each known number of the suspect, with the median of the peers that have
+        the number.
+        """
         rows = []
         for name, value in numbers.items():
             of_name = [peer.get(name) for peer in of_peers]

@@ -1,4 +1,7 @@
-"""The seconds of a rollout that taught nothing: equal rewards, truncated and unused samples."""
+"""The seconds of a rollout that taught nothing: equal rewards, truncated and unused samples.
+
+E.g. samples of one prompt with equal rewards have no advantage over each other.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def _reward_of(trajectory: Trajectory) -> float | None:
 
 
 def taught_nothing(trajectories: Iterable[Trajectory]) -> dict[str, Any]:
-    """Return the fields of the section on training trajectories that taught nothing."""
+    """Return the fields of ``Rollout`` on training trajectories that taught nothing."""
     training = [one for one in trajectories if not one.validate]
     rewards = [_reward_of(one) for one in training]
     known = len(rewards) - rewards.count(None)
@@ -59,7 +62,7 @@ def _rows(training: Sequence[Trajectory]) -> list[NothingRow]:
 
 
 def _is_equal(members: Sequence[Trajectory]) -> bool:
-    """Return whether all samples of a group, none of which still runs, got the same reward."""
+    """Return whether the used samples of a group, two or more, ended with the same reward."""
     kept = [one for one in members if one.status in KEPT]
     rewards = {_reward_of(one) for one in kept}
     has_ended = not any(one.cut_end or one.status == "running" for one in kept)

@@ -86,13 +86,11 @@ _TURNS = (
     "between_stages",
     "unexplained",
 )
-"""The causes of idle time in order of precedence among the lanes of a device."""
+"""Causes of idle time: a device has the first one that any of its lanes has."""
 
 
 def _observed(lanes: Sequence[Lane]) -> Spans:
-    """Return the time in which a device is observed: by a lane,
-    while no other lane works unseen.
-    """
+    """Return the time in which a lane of a device is observed and no other may work unrecorded."""
     if any(lane.is_unknown for lane in lanes):
         return EMPTY
     observed = union(*(lane.observed for lane in lanes))
@@ -143,7 +141,7 @@ def worker_row(lane: Lane, step: Step, directory: Path) -> WorkerRow:
     Args:
         lane: The lane.
         step: The step of the lane.
-        directory: Base folder of the names of traces.
+        directory: Folder that the paths of traces are relative to.
     """
     exposed = subtract(lane.communication, lane.compute)
     waits = intersection(lane.waiting, intersection(exposed, lane.observed))
@@ -185,7 +183,7 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
     The begin or the end of the engine's work is unknown if its recording misses it.
     """
     iterations = lane.iterations[~holding(step.during(VALIDATE), lane.iterations[:, 0])]
-    # vLLM runs one of nothing after its last request
+    # vLLM runs an iteration without tokens after its last request
     iterations = iterations[iterations[:, 2:].any(axis=1)]
     took = iterations[:, 1] - iterations[:, 0]
     prefill = iterations[:, 2] != 0
@@ -220,12 +218,14 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
 def _tokens(lane: Lane, step: Step, scheduled: Iteration) -> Iteration:
     """Return the tokens that an engine computed, from its requests if these explain all iterations.
 
-    Iterations alone do not tell what SGLang computes again, nor which drafts were accepted.
+    Iterations alone do not tell what SGLang computes again, nor which draft tokens (speculative
+    decoding) were accepted.
 
     Args:
         lane: Lane of a rank of the engine.
         step: The step.
-        scheduled: Tokens of the engine's iterations as its trace has them, returned otherwise.
+        scheduled: Tokens of the iterations in the engine's trace; returned if its requests do not
+            explain them.
     """
     worker = step.worker_of(lane.source)
     if worker is None or worker.pending_since_ns:
@@ -244,7 +244,7 @@ def _tokens(lane: Lane, step: Step, scheduled: Iteration) -> Iteration:
     if UNKNOWN_TOKENS in scheduled:
         return Iteration(prompt, new, UNKNOWN_TOKENS)
     again = sum(scheduled) - (prompt + new - first)
-    # Fewer are scheduled on a data-parallel rank, or in a window of the rollout.
+    # A data-parallel rank, or a recording of a part of the rollout, has fewer than the requests.
     if again >= 0:
         return Iteration(prompt, new, again)
     return scheduled
@@ -254,8 +254,8 @@ def rollout_tail(step: Step) -> Tail | None:
     """Return the tail of the rollout; ``None`` without a rollout stage and an engine.
 
     A replica finishes with its last request or, without known requests, with the last iteration of
-    its slowest rank. A replica with open requests does not finish before the rollout. The tail is
-    unknown if the recording of an engine misses the end of the rollout.
+    its slowest rank. A replica with requests that are still open finishes with the rollout. The
+    tail is unknown if the recording of an engine misses the end of the rollout.
     """
     rollout = step.during(ROLLOUT)
     requests = [row for row in step.requests if not (row.failed or row.validate)]
@@ -288,8 +288,9 @@ def rollout_tail(step: Step) -> Tail | None:
 
 
 def _iteration_ends(step: Step) -> list[tuple[int, int]]:
-    """Return the replica and the last end (ns) of each engine in the rollout;
-    nothing if one is unknown.
+    """Return the replica of each engine rank and the end (ns) of its work in the rollout.
+
+    Empty if the end of any of them is unknown.
     """
     ends: list[tuple[int, int]] = []
     for lane in step.lanes:
@@ -347,7 +348,7 @@ def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput
     Args:
         step: The step.
         engines: The rows of the step's engines.
-        devices: Number of devices.
+        devices: Number of devices, for the tokens per device.
     """
     tokens, source = _counted_tokens(step, engines)
     seconds = step.span_ns / 1e9
@@ -363,7 +364,7 @@ def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput
 
 
 def _counted_tokens(step: Step, engines: Sequence[EngineRow]) -> tuple[float, str]:
-    """Return the number of tokens, 0 if unknown, and its source."""
+    """Return the step's tokens (0 if unknown), and their source, e.g. ``engine iterations``."""
     metrics = step.manifest.metrics if step.manifest else {}
     for name in _TOKEN_METRICS:
         if metrics.get(name):
@@ -378,8 +379,9 @@ def _counted_tokens(step: Step, engines: Sequence[EngineRow]) -> tuple[float, st
 
 
 def _tokens_of(step: Step, engines: Sequence[EngineRow]) -> float:
-    """Return the tokens of all iterations; 0 if any number, or a part of the rollout,
-    is unknown.
+    """Return the tokens of all engines' iterations.
+
+    Return 0 if a count is unknown, or a part of the rollout was not recorded.
     """
     rollout = step.during(ROLLOUT)
     if any(misses(lane.observed, rollout, rollout) for lane in step.lanes if lane.is_engine):
