@@ -1,5 +1,7 @@
-"""Arithmetic on sets of time: ``(n, 2)`` arrays of disjoint, sorted intervals ``[begin,
-end)`` in ns.
+"""Arithmetic on sets of time.
+
+A set of time is an ``(n, 2)`` array of disjoint, sorted intervals ``[begin, end)`` in ns. Spans
+that are no set of time may overlap, and have any order.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ def spans_of(pairs: Iterable[tuple[int, int]]) -> Spans:
 
 
 def time_of(runs: Iterable[Any], *names: str) -> Spans:
-    """Return the time covered by runs (e.g. of stages); with names,
-    only by the runs of these names.
+    """Return the time covered by objects with ``begin_ns`` and ``end_ns``, e.g. stage spans; with
+    names, only by those of these names.
     """
     return spans_of((run.begin_ns, run.end_ns) for run in runs if not names or run.name in names)
 
@@ -81,7 +83,7 @@ def intersection(spans: Spans, other: Spans) -> Spans:
 
 
 def common(sets: Sequence[Spans]) -> Spans:
-    """Return the time in all of the sets; none without a set."""
+    """Return the time in all of the sets; empty if there are no sets."""
     return reduce(intersection, sets) if sets else EMPTY
 
 
@@ -100,7 +102,7 @@ def within(spans: Spans, begin_ns: int, end_ns: int) -> Spans:
 
 
 def covered_before(spans: NDArray[Any], instants: NDArray[_Number]) -> NDArray[_Number]:
-    """Return the time of spans before each instant; overlapping spans count several times.
+    """Return the total length of the spans before each instant; spans may overlap, and each counts.
 
     Sums may exceed the range of an integer and wrap around; differences of sums are still exact.
     """
@@ -120,12 +122,14 @@ def overlaps(spans: Spans, other: Spans) -> Ints:
 
 
 class Axes:
-    """Shifts the spans of each owner to a separate range of one axis, so that one call handles all
-    owners.
+    """Shifts the spans of each owner to a separate range of one axis.
+
+    An owner is e.g. a thread. Spans of different threads do not overlap on the axis, so one call of
+    :func:`union` handles all threads.
 
     Args:
         owners: Number of owners.
-        times: All instants (ns) for the axis, which set the length of a range.
+        times: All instants (ns) that will be shifted; their extent is the length of a range.
     """
 
     def __init__(self, owners: int, *times: Ints) -> None:
@@ -154,6 +158,8 @@ class Axes:
 def without(begin: Ints, end: Ints, owner: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
     """Return the time of each owner outside its holes, as intervals: owner, begin, end.
 
+    For example, an owner is a span, and its holes are the spans inside it.
+
     Args:
         begin: Begin of each owner (ns).
         end: End of each owner (ns).
@@ -169,11 +175,13 @@ def without(begin: Ints, end: Ints, owner: Ints, low: Ints, high: Ints) -> tuple
 class Sharing:
     """Divides each instant equally among the spans of one owner that are open at that instant.
 
+    For example, two spans of one owner, both from 0 to 10 ns, have a share of 5 ns each.
+
     Args:
         begin: Begin of each span (ns).
         end: End of each span (ns).
         owner: Owner of each span; ``None`` if all have the same.
-        hidden: Time of owner 0 that belongs to no span.
+        hidden: Time of owner 0 of which no span gets a share.
     """
 
     def __init__(
@@ -210,20 +218,25 @@ class Sharing:
 
 
 def _open(places: Ints, edges: int) -> Ints:
-    """Return the number of open spans after each edge."""
+    """Return the number of spans that are open after each edge.
+
+    Args:
+        places: Indexes of each span's begin and end among the sorted edges.
+        edges: Number of edges.
+    """
     begun, ended = (np.bincount(places[:, side], minlength=edges) for side in (0, 1))
     return np.cumsum(begun - ended)
 
 
 class Nesting(NamedTuple):
-    """Calls by thread and begin, longest first, as columns.
+    """Calls and the calls around them, as columns in order of thread and begin, longest first.
 
     Attributes:
-        order: Number of each call.
-        begin: Begin of each call, on an axis with a range per thread.
+        order: Index of each call in the input of :func:`nesting_of`.
+        begin: Begin of each call, on an axis with a range per thread (see :class:`Axes`).
         end: End of each call, on the same axis.
-        inner: Places of the calls that begin inside another one.
-        parent: Place of the innermost call around each of these; 0 for any other call.
+        inner: Rows of the calls that begin inside another call.
+        parent: Row of the innermost call around each inner call; 0 for all other calls.
     """
 
     order: Ints
@@ -239,10 +252,14 @@ class Nesting(NamedTuple):
 
 
 def nesting_of(spans: Spans, threads: NDArray[Any]) -> Nesting:
-    """Return the nesting of the calls of threads.
+    """Return which call is inside which, in each thread.
 
     Sorted by begin, longest first, the parent of a call is the nearest earlier call that is still
     open: the previous call, or one of its parents.
+
+    Args:
+        spans: Begin and end of each call (ns).
+        threads: Number of each call's thread.
     """
     axes = Axes(int(threads.max(initial=0)) + 1, spans.reshape(-1))
     placed = axes.put(threads.astype(np.int64), spans[:, 0], spans[:, 1])

@@ -1,8 +1,11 @@
-"""The part of a process's lead that its work explains: the time of work, fitted over its peers.
+"""The part of a process's lead that its data explain.
 
-The peers' runs of a stage give the time of a run as a sum of a constant, a time for each token, and
-a time for each squared length. What the leader's additional work would have taken its peers is the
-part of its data; the rest is its machine.
+The lead is the time by which a process takes longer in a stage than its peers do on average. For
+example, a rank takes longer in ``update_actor`` if it has more tokens, or if its GPU is slower.
+
+A fit to the peers' runs of the stage gives the time of a run. It is a sum of a constant, a time per
+token, and a time per squared sequence length. The time that the leader's additional work would take
+its peers is the part of its data. The rest is the part of its machine.
 """
 
 from __future__ import annotations
@@ -20,13 +23,19 @@ LEAST_RUNS = 8
 """Fewest runs of the peers for a fit: three coefficients, their spread, and some to spare."""
 
 UNSURE = "cannot tell: runs of the same work took too different times"
-"""Answer where the error leaves open which part is the larger one."""
+"""Answer if the error is so large that either part, data or machine, may be the larger one."""
 
-_OUTLIER = 3.0 * 1.48  # three deviations, by the median: a process that stood still once
-_NOISY = 0.4  # of a run: 0 to 3 of 150 drawn leads were wrong below it, 15 above
-_ERRORS = 3.0  # standard errors: 95 to 100 of 100 drawn leads lie within
-_LIKELY = 6.0  # of the squared spread: 95% of what two columns gain by chance
-_SAME = 1e-3  # of the leader's work, that may lie outside of all that its peers did
+# Runs further from the first fit are left out: three standard deviations, estimated by the median.
+# An example is a run in which the process once stood still.
+_OUTLIER = 3.0 * 1.48
+# Largest spread of the runs, as a share of their mean time. Of 150 simulated leads, 0 to 3 were
+# wrong below it, and 15 above.
+_NOISY = 0.4
+_ERRORS = 3.0  # standard errors in the bound: 95 to 100 of 100 simulated leads lie within
+# A fit is ruled out if its squared residuals exceed the best fit's by more than this many squared
+# spreads. Two more columns gain less than that by chance in 95% of cases.
+_LIKELY = 6.0
+_SAME = 1e-3  # largest share of the leader's work that is no combination of its peers' work
 
 
 class Runs(NamedTuple):
@@ -34,8 +43,8 @@ class Runs(NamedTuple):
 
     Attributes:
         seconds: Time of each run without waits.
-        tokens: Tokens of each run.
-        squares: Sum of the squared lengths of each run; 0 if unknown.
+        tokens: Number of tokens in each run.
+        squares: Sum of the squared sequence lengths in each run; 0 if unknown.
     """
 
     seconds: Floats
@@ -44,13 +53,13 @@ class Runs(NamedTuple):
 
 
 class Explained(NamedTuple):
-    """The lead of a process over the mean of its peers.
+    """The part of a process's lead that its data explain; the rest is the part of its machine.
 
     Attributes:
-        data_s: The part of its work.
-        error_s: Error bound of this part.
-        tokens: Its tokens as a multiple of the peers' mean.
-        runs: Number of runs that the fit is from.
+        data_s: Seconds that the process's additional work would take its peers.
+        error_s: Error bound of ``data_s``.
+        tokens: Tokens of the process, as a multiple of its peers' mean.
+        runs: Number of runs in the fit.
     """
 
     data_s: float
@@ -59,18 +68,22 @@ class Explained(NamedTuple):
     runs: int
 
     def tells(self, lead_s: float) -> bool:
-        """Return whether the larger part of a lead is certain, or both parts are to a quarter."""
+        """Return whether the fit says enough about a lead.
+
+        Either the larger part, data or machine, is certain, or the error is at most a quarter of
+        the lead.
+        """
         is_certain = abs(self.data_s - lead_s / 2) > self.error_s
         return is_certain or self.error_s <= lead_s / 4
 
 
 def explained(leader: Runs, peers: Sequence[Runs], earlier: Sequence[Runs] = ()) -> Explained | str:
-    """Return the part of a lead that the leader's work explains, or why it cannot be told.
+    """Return the part of a lead that the leader's data explain, or a sentence why it is unknown.
 
     Args:
-        leader: Runs of the leader.
-        peers: Runs of each peer, over whose mean it leads.
-        earlier: Further runs of the peers for the fit.
+        leader: Runs of the slowest process, or of the slow step.
+        peers: Runs of each other process, or of each step before; the lead is over their mean.
+        earlier: Further runs for the fit, e.g. of the other processes in earlier steps.
     """
     work = np.concatenate([_columns(runs) for runs in (*peers, *earlier)])
     seconds = np.concatenate([runs.seconds for runs in (*peers, *earlier)])
@@ -103,21 +116,25 @@ def _columns(runs: Runs) -> Floats:
 
 
 def _is_within(own: Floats, work: Floats) -> bool:
-    """Return whether a work is a combination of the peers' works, so that its time follows."""
+    """Return whether the leader's work is a linear combination of its peers' runs.
+
+    Only then can a fit predict its time. Peers with the same tokens in all runs do not show the
+    time of a token.
+    """
     combination = np.linalg.lstsq(work.T, own, rcond=_SAME)[0]
     rest = own - work.T @ combination
     return bool(np.abs(rest).max() <= _SAME * np.abs(own).max())
 
 
 class _Fit(NamedTuple):
-    """A fit of some columns of the work.
+    """A least-squares fit of the runs' times to some of the three columns of their work.
 
     Attributes:
-        columns: The columns.
-        times: Time of each column.
-        covariance: Covariance of the times, in units of ``spread_s`` squared.
-        rest: Sum of the squared distances of the runs.
-        spread_s: Spread of the runs around the best fit (s).
+        columns: Indexes of the columns in the fit: 0 is the constant, 1 tokens, 2 squared lengths.
+        times: Seconds per unit of each column.
+        covariance: Covariance of ``times``, in units of ``spread_s`` squared.
+        rest: Sum of the squared residuals of the runs.
+        spread_s: Standard deviation of the runs' residuals in the best fit (s).
     """
 
     columns: list[int]
@@ -127,18 +144,18 @@ class _Fit(NamedTuple):
     spread_s: float = 0.0
 
     def time_of(self, work: Floats) -> tuple[float, float]:
-        """Return the time of some work, and its error bound."""
+        """Return the time that a work takes by this fit, and the error bound of that time (s)."""
         work = work[self.columns]
         error_s = _ERRORS * self.spread_s * sqrt(max(0.0, float(work @ self.covariance @ work)))
         return float(work @ self.times), error_s
 
 
 def _fits(work: Floats, seconds: Floats) -> list[_Fit]:
-    """Return the fits that the runs do not rule out, the best one first.
+    """Return the fits that the runs do not rule out, the best fit first.
 
-    More work never takes less time. A fit without a column may be as good as one with it where the
-    runs are noisy, and predicts another time for more work than any of them had: neither is ruled
-    out.
+    Fits with negative times are left out, because more work never takes less time. With noisy runs,
+    a fit without the squared lengths may be as good as one with them. The two predict different
+    times for a leader with more work than any peer, so both are returned.
     """
     found = []
     for number in range(1, 1 << work.shape[1]):

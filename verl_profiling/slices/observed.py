@@ -23,21 +23,22 @@ import numpy as np
 from verl_profiling.slices.intervals import Spans, length, spans_of, subtract, within
 
 _FOREVER = 1 << 62
-_NOTICEABLE = 0.05  # stopping a tool at the end of a rollout takes some milliseconds of it
+_NOTICEABLE = 0.05  # of a period: a tool's stop at the end of a rollout takes some milliseconds
 
 
 @dataclass(kw_only=True)
 class Recording:
-    """The extent of one trace file. All times are unix ns on the controller's clock.
+    """The time that one trace file covers. All times are unix ns on the controller's clock.
 
     Attributes:
-        limits: Begin and end in the manifest; 0 if unknown.
+        limits: Begin and end of the recording in the manifest; 0 if unknown.
         of_torch: First begin and last end of torch's own spans; empty without such spans.
         of_work: First begin and last end of work on the host, then of work on devices; empty
             without work.
         latest: Latest begin of work on the host and on devices; 0 without work.
-        step_back: Longest time by which an event begins before an earlier one in the file (ns).
-        holes: Times that could not be read.
+        step_back: Longest time by which an event begins before one that is earlier in the file
+            (ns); 0 if events are in order of time.
+        holes: Begin and end of each period whose events could not be read.
         is_cut_off: Whether the file ended before its last event.
     """
 
@@ -50,7 +51,7 @@ class Recording:
     is_cut_off: bool = False
 
     def add_work(self, spans: Spans, *, on_device: bool) -> None:
-        """Extend the recording by events, in the order of the file."""
+        """Extend the recording by events of work, which come in the order of the file."""
         if len(spans):
             reach = np.maximum.accumulate(np.maximum(spans[:, 0], self.latest[on_device]))
             self.step_back = max(self.step_back, int((reach - spans[:, 0]).max()))
@@ -58,7 +59,12 @@ class Recording:
             self.of_work[on_device][:] = extended(self.of_work[on_device], spans)
 
     def window(self, *, on_device: bool, is_plain: bool) -> tuple[int, int]:
-        """Return the window of the recording, for a lane of a device or of the host."""
+        """Return begin and end of the time in which the file can show what ran.
+
+        Args:
+            on_device: Whether the lane is a device's; else it is the host's.
+            is_plain: Whether there is no manifest.
+        """
         begin_ns, end_ns = self.limits[0], self.limits[1] or _FOREVER
         work = self.of_work[on_device]
         if self.of_torch:
@@ -74,7 +80,7 @@ class Recording:
 
 
 def extended(extent: list[int], spans: Spans) -> list[int]:
-    """Return first begin and last end of an extent and of further spans."""
+    """Return an extent (first begin, last end) after adding spans; empty if both are empty."""
     edges = (
         [*extent, *spans.min(axis=0).tolist(), *spans.max(axis=0).tolist()]
         if len(spans)
@@ -92,7 +98,7 @@ def observed_by(
         recordings: The files of the lane.
         busy: Time in which any work of the lane ran.
         on_device: Whether the lane is a device's.
-        is_plain: Whether there is no manifest.
+        is_plain: Whether there is no manifest; then only time between work is observed.
     """
     windows = spans_of(r.window(on_device=on_device, is_plain=is_plain) for r in recordings)
     if is_plain:
@@ -108,5 +114,5 @@ def between_ends(work: Spans, windows: Spans) -> Spans:
 
 
 def misses(observed: Spans, part: Spans, whole: Spans) -> bool:
-    """Return whether the unobserved time in a part is a noticeable share of a whole."""
+    """Return whether more than 5% of ``whole`` is time of ``part`` that was not observed."""
     return length(subtract(part, observed)) > _NOTICEABLE * length(whole)

@@ -1,11 +1,12 @@
 """Slices: named times on the tracks of processes, as in Perfetto's table ``slice``, as columns.
 
-Edges between slices: a slice waits for the slices that it called, and for its peers. Both are
+A slice waits for other slices in two ways. A caller, e.g. the loop in ``update_actor``, waits for
+the slices that it called in workers. A rank waits for its peers, e.g. in a collective. Both are
 assumed from names and times, because nothing records them between processes.
 
-The path is the chain of segments that made a step as long as it is. It goes back from the end of
-the step, always to the predecessor that ended last. Predictions have the segments of a replay, the
-watch those of :func:`segments_of`.
+The critical path is the chain of segments that made a step as long as it is. It goes back from the
+end of the step, always to the predecessor that ended last. The watch uses the segments of
+:func:`segments_of`; predictions use those of a simulated step.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 LATE_END = 0.05
-"""Share of a slice by which a called slice may end after it, because clocks of hosts differ."""
+"""Share of a caller's slice by which a called slice may end later, as clocks of hosts differ."""
 
 
 class Slices(NamedTuple):
-    """Slices as numpy columns of one length; processes, roles and names are indexes of tables.
+    """Slices as numpy columns of one length; ``who``, ``role`` and ``name`` are indexes of lists
+    that the user of the table keeps.
 
     Attributes:
         who: Index of the process.
@@ -32,9 +34,11 @@ class Slices(NamedTuple):
         name: Index of the name.
         begin: Begin (ns).
         end: End (ns).
-        took: Time in the slice (ns), less than from begin to end if a row is several slices.
-        late: Total lateness of the process to collectives in the slice (ns).
-        parent: Index of the slice that called it, in the caller's table; -1: none.
+        took: Time in the slice (ns). It is less than ``end - begin`` if a row stands for several
+            slices with gaps.
+        late: Time by which the process entered the slice's collectives after its peers, summed
+            (ns).
+        parent: Row of the slice that called this one, in the caller's table; -1 without one.
     """
 
     who: Ints
@@ -55,8 +59,8 @@ class Slices(NamedTuple):
         return Slices(*[column[rows] for column in self])  # type: ignore[arg-type]
 
     def within(self, begin: Floats | float, end: Floats | float) -> Slices:
-        """Return the slices clipped to an interval, or each to its own; those outside are left
-        out.
+        """Return the slices clipped to one interval, or each to an interval of its own; slices
+        outside are left out.
         """
         if (self.begin >= begin).all() and (self.end <= end).all():
             return self.at(self.begin < self.end)
@@ -66,7 +70,10 @@ class Slices(NamedTuple):
         return clipped.at(low < high)
 
     def flat(self) -> Slices:
-        """Return the slices by process and begin, each without the time of earlier ones."""
+        """Return the slices sorted by process and begin, without overlap inside a process.
+
+        Where two slices of a process overlap, the earlier slice keeps the time.
+        """
         if (self.who[1:] > self.who[:-1]).all():
             return self
         shift = self.who * self._width()
@@ -83,7 +90,7 @@ class Slices(NamedTuple):
         return self._replace(begin=begin, took=self.took * share)
 
     def by_name(self) -> Slices:
-        """Return the time in which any process was in a slice of each name, ordered by name."""
+        """Return the periods in which at least one process was in a slice of a name, by name."""
         if not self.name.size:
             return self
         shift = self.name * self._width()
@@ -97,7 +104,7 @@ class Slices(NamedTuple):
         return union._replace(end=reached[last] - shift[first])
 
     def _width(self) -> float:
-        """Return a shift with which slices of two owners do not overlap (ns)."""
+        """Return a shift (ns) that separates the slices of two processes, or of two names."""
         return float(self.end.max() - self.begin.min()) + 1.0
 
 
@@ -111,14 +118,16 @@ def joined(parts: list[Slices]) -> Slices:
 def called_in(caller: Slices, work: Slices, holds: NDArray[np.bool_]) -> Slices:
     """Return the slices that each slice of a caller waits for, with the caller's row as parent.
 
-    A slice was called where its middle lies, unless it goes on after that. A name of the caller
-    without such slices waits for those that began before and end in it. If a role has slices of
-    the caller's name, the slices of other roles are left out.
+    A slice was called in the caller's slice that has its middle, unless it ends after that. A name
+    of the caller without such slices waits for slices that began earlier and end in it. If a role
+    has slices of the caller's name, the slices of other roles are left out. For example,
+    ``update_actor`` of the loop waits for ``update_actor`` of the actor's ranks only.
 
     Args:
-        caller: Slices of one process, in order and without overlap.
-        work: Slices of the processes that it calls.
-        holds: For each slice of the caller, whether it waits for all that goes on meanwhile.
+        caller: Slices of one process, e.g. the loop, in order and without overlap.
+        work: Slices of the workers.
+        holds: For each slice of the caller, whether it only waits, e.g. for a rollout in the
+            background. Then it waits for all slices that overlap it.
     """
     if not (caller.who.size and work.who.size):
         return work.at(slice(0))
@@ -136,7 +145,9 @@ def called_in(caller: Slices, work: Slices, holds: NDArray[np.bool_]) -> Slices:
 
 
 def _under_way(caller: Slices, row: int, work: Slices, holds: bool) -> Slices:
-    """Return the slices that go on when a slice of the caller begins, clipped to it."""
+    """Return the slices that began before a slice of the caller and end in it, clipped to it; with
+    ``holds``, all slices that overlap it.
+    """
     begin, end = float(caller.begin[row]), float(caller.end[row])
     if holds:
         goes_on = work.begin < end
@@ -147,7 +158,7 @@ def _under_way(caller: Slices, row: int, work: Slices, holds: bool) -> Slices:
 
 
 def _of_its_name(called: Slices, caller: Slices) -> Slices:
-    """Leave out other roles where a role has slices of the caller's name."""
+    """Return the called slices; where roles have slices of the caller's name, only these roles'."""
     name = caller.name[called.parent]
     is_same = called.name == name
     if not is_same.any():
@@ -161,8 +172,8 @@ def _of_its_name(called: Slices, caller: Slices) -> Slices:
 def peers(slices: Slices) -> Ints:
     """Return for each slice the peer whose begin it waits for, or -1.
 
-    Slices of one name and number in their processes are peers, such as the ranks' parts in a
-    collective. Each waits for the last peer that begins.
+    The nth slices of a name in all processes are peers, e.g. the third ``update_actor`` of each
+    rank. Each waits for the peer that begins last.
 
     Args:
         slices: The slices by process and begin.
@@ -181,15 +192,19 @@ def peers(slices: Slices) -> Ints:
 
 
 def _number_in_group(name: Ints, who: Ints) -> Ints:
-    """Return the index of each row among the rows of its name and process, which are adjacent."""
+    """Return the index of each row among the rows of its name and process, which follow each
+    other.
+    """
     rows = np.arange(name.size)
     begins = np.append(True, (name[1:] != name[:-1]) | (who[1:] != who[:-1]))[: name.size]
     return rows - np.maximum.accumulate(np.where(begins, rows, 0))
 
 
 def last_begins(called: Slices) -> Floats:
-    """Return for each called slice the last begin of its role's slices of its name in the same
-    caller, if before its end; else its own begin.
+    """Return for each called slice the time at which the last rank of its role began.
+
+    Ranks are compared in slices of one name and one parent. A begin after the slice's end does not
+    count; then it is the slice's own begin.
     """
     if not called.who.size:
         return called.begin
@@ -201,7 +216,14 @@ def last_begins(called: Slices) -> Floats:
 
 
 class PathPart(NamedTuple):
-    """A segment of the path, or the delay before a segment."""
+    """A part of the path: a segment, or the delay between its predecessor's end and its begin.
+
+    Attributes:
+        segment: Number of the segment.
+        begin_ns: Begin of the part.
+        end_ns: End of the part.
+        is_delay: Whether the part is the delay before the segment.
+    """
 
     segment: int
     begin_ns: int
@@ -216,10 +238,10 @@ def path(
     end_ns: Callable[[int], int],
     before: Callable[[int], int],
 ) -> list[PathPart]:
-    """Return the path to a segment in order of time; the parts follow each other without a gap.
+    """Return the critical path to a segment in order of time, as parts without gaps between them.
 
     Args:
-        last: Number of the last segment.
+        last: Number of the segment at the end of the path.
         first_ns: Begin of the step.
         took_ns: Returns the duration of a segment.
         end_ns: Returns the end of a segment.
@@ -241,18 +263,17 @@ def path(
 
 
 class Segments(NamedTuple):
-    """Slices of callers and the slices that they called, as columns of segments of paths.
+    """The segments that paths can have: ends and begins of callers' slices, and called slices.
 
-    A slice of a caller is two instants: first those at the ends of all slices, last those at the
-    begins. Its own time is the delay before its end, and before each called slice. Between them are
-    the called slices.
+    The columns have all ends first, then the called slices, then all begins. Ends and begins have
+    no duration. A caller's own time is the delay before a called slice, and before its end.
 
     Attributes:
-        took_ns: Duration.
-        end_ns: End.
-        before: The predecessor that ended last; -1 without one.
-        row: The caller's slice in which the segment and the delay before it are; -1 in none.
-        called: Row of the called slice; -1 for instants.
+        took_ns: Duration of the segment; 0 for an end or a begin.
+        end_ns: Time at which the segment ends.
+        before: Number of the predecessor that ended last; -1 without one.
+        row: Row of the caller's slice with the segment and the delay before it; -1 for a begin.
+        called: Row of the called slice; -1 for an end or a begin.
     """
 
     took_ns: Ints
@@ -262,24 +283,25 @@ class Segments(NamedTuple):
     called: Ints
 
     def path(self, last: int, first_ns: int) -> list[PathPart]:
-        """Return the path to a segment, see :func:`path`."""
+        """Return the critical path to a segment, as :func:`path` does."""
         return path(last, first_ns, self.took_ns.item, self.end_ns.item, self.before.item)
 
 
 def segments_of(
     slices: Slices, peers: Ints, called: Slices, is_together: NDArray[np.bool_]
 ) -> Segments:
-    """Return the segments of callers.
+    """Return the segments of callers' slices and of the slices that they called.
 
     A slice that waits for a peer follows the peer's begin, so the path before that is on the peer's
     process.
 
     Args:
-        slices: The slices by process and begin, without overlap within a process.
-        peers: The peer whose begin each slice waits for, or -1.
-        called: The called slices of a single process, with rows of it as parents.
-        is_together: For each called slice, whether its process leaves it together with its peers.
-            Then it lasts from the begin of the last peer.
+        slices: The callers' slices by process and begin, without overlap within a process.
+        peers: Row of the peer whose begin each slice waits for, or -1, from :func:`peers`.
+        called: The slices called by a single caller, with its rows as parents, from
+            :func:`called_in`.
+        is_together: For each called slice, whether its ranks end it together, as by a collective.
+            Then its segment lasts from the begin of the last rank.
     """
     order = np.lexsort((called.end, called.parent))
     parent = called.parent[order]
@@ -313,7 +335,7 @@ def segments_of(
 
 
 def _at(column: Ints, rows: Ints) -> Ints:
-    """Return the values of rows, which may be -1: none, as no value is that low."""
+    """Return a column's value in each row; for row -1, a value that equals no other (-2)."""
     return np.append(column, -2)[rows]
 
 
