@@ -54,12 +54,12 @@ __all__ = [
 ]
 
 FrameName: TypeAlias = str
-"""A table of :meth:`CapturedStep.to_frame`: one of :mod:`verl_profiling.report.tables`,
-or ``requests``.
+"""Name of a table for :meth:`CapturedStep.to_frame`, e.g. ``workers``: one of
+:mod:`verl_profiling.report.tables`, or ``requests``.
 """
 
 Progress = Callable[[object], None]
-"""Function that is called with each finished trace."""
+"""Function that is called with each trace once it is read or merged, e.g. for a progress bar."""
 
 
 def open_step(
@@ -72,8 +72,8 @@ def open_step(
 
     Args:
         path: Step folder, trace, or a folder with one step or with the traces of one step.
-        limits: How much of each trace is read.
-        communication: Regular expressions of further communication kernels.
+        limits: Limits on reading each trace, in bytes of content and of memory.
+        communication: Regular expressions; kernels whose names match count as communication, too.
         ray: Address of the Ray cluster that reads the traces, e.g. ``auto``; ``None`` for this
             host.
 
@@ -111,8 +111,8 @@ def open_run(
 
     Args:
         path: Run folder, or any path for :func:`open_step`.
-        limits: How much of each trace is read.
-        communication: Regular expressions of further communication kernels.
+        limits: Limits on reading each trace, in bytes of content and of memory.
+        communication: Regular expressions; kernels whose names match count as communication, too.
         ray: Address of the Ray cluster that reads the traces, e.g. ``auto``; ``None`` for this
             host.
 
@@ -133,8 +133,8 @@ def open_steps(
 
     Args:
         paths: Paths as for :func:`open_run`.
-        limits: How much of each trace is read.
-        communication: Regular expressions of further communication kernels.
+        limits: Limits on reading each trace, in bytes of content and of memory.
+        communication: Regular expressions; kernels whose names match count as communication, too.
         ray: Address of the Ray cluster that reads the traces, e.g. ``auto``; ``None`` for this
             host.
 
@@ -196,8 +196,8 @@ class CapturedRun:
 
     Attributes:
         directory: The run's folder.
-        limits: How much of each trace is read.
-        communication: Regular expressions of further communication kernels.
+        limits: Limits on reading each trace, in bytes of content and of memory.
+        communication: Regular expressions; kernels whose names match count as communication, too.
         ray: Address of the Ray cluster that reads the traces; ``None`` for this host.
     """
 
@@ -277,11 +277,14 @@ class CapturedStep:
 
     @property
     def graph(self) -> Graph | None:
-        """The graph of the step, if one was kept."""
+        """The segments of the step's work and their order, with which changes are predicted.
+
+        ``None`` until :meth:`report` (with ``keep_graph``) or :meth:`what_if` keeps the graph.
+        """
         return self._graph[0] if self._graph else None
 
     def by_step(self) -> list[CapturedStep]:
-        """Return the steps of a continuous capture, one object each;
+        """Return one object per step of a continuous capture, which records several steps at once;
         any other capture returns ``[self]``.
         """
         parts = one_by_one(self.inputs)
@@ -336,13 +339,15 @@ class CapturedStep:
         Only the first call reads the traces.
 
         Args:
-            scale: Factor of the time in each stage, or of kernels: ``kernel:`` and a pattern of
-                their names, e.g. ``kernel:*gemm*``, for which each call reads the traces.
-            balance: Stages that take the mean of their workers on each worker.
+            scale: Factor of the time by stage, e.g. ``{"update_actor": 0.5}``, or by kernels:
+                ``kernel:`` and a pattern of their names, e.g. ``kernel:*gemm*``, for which each
+                call reads the traces.
+            balance: Stages in which every worker takes the mean time of the stage's workers.
             no_tail: Percentage of its trajectories (else requests) after which a rollout ends.
-            tools: Duration of each call of a tool (s), or its factor as text, e.g. ``0.5x``.
+            tools: By tool, the duration of each call (s), or its factor as text, e.g. ``0.5x``.
             unblock: Tools and other spans that no longer block the event loop.
-            replicas: Number of replicas; the prediction has an interval, as with the next one.
+            replicas: Number of rollout replicas; the prediction gets a lower and an upper bound,
+                as with ``steps_ahead``.
             steps_ahead: Steps that a rollout is ahead of the training, on devices of its own: 0 or
                 1.
             on_progress: Called with each trace once it is read.
@@ -440,8 +445,8 @@ class CapturedStep:
             ranks: Ranks to keep of each role, e.g. ``0,8-15``.
             min_us: Minimum duration of kept events (us).
             max_bytes: Maximum size of the timeline; the shortest events are left out.
-            critical_path: Whether the first process is the critical path, which takes as much time
-                and memory as a report.
+            critical_path: Whether the first process on the timeline is the critical path; finding
+                the path takes as much time and memory as a report.
             jobs: Number of processes. If ``jobs > 1`` and the caller has threads, its main module
                 must be importable, because ``multiprocessing`` then starts processes with
                 ``spawn``.

@@ -85,17 +85,17 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True):
             watch.
         reason: Reason as a sentence; on demand, the requested selection.
         by: Requester of a capture on demand, e.g. ``root@node1``, or ``SIGUSR2``.
-        request: Id of the request on demand.
+        request: Id of the :class:`CaptureRequest`, for a capture on demand.
         sign: Kind of the anomaly that the watch detected.
-        noticed: Step with the anomaly.
+        noticed: Number of the step with the anomaly.
         stage: The slow stage, if there is one; on demand, the only requested stage.
         span: Name of the slow span, if there is one.
         suspects: Lanes of the processes that may be the cause, e.g. ``actor_rank3``; the likeliest
             first.
         peers: Lanes of processes of the same role, captured for comparison.
-        value: Value in the step with the anomaly: seconds, a share of the step, or bytes.
-        median: Median in the steps before, in the same unit.
-        history: The values of these steps and of the step with the anomaly, in order.
+        value: Measured value in the step with the anomaly: seconds, a share of the step, or bytes.
+        median: Median of the values in the steps before, in the same unit.
+        history: The values in the steps before, then the value in the step with the anomaly.
     """
 
     kind: TriggerKind = "schedule"
@@ -142,7 +142,10 @@ def new_request_id() -> str:
 
 
 def coordinates_in(value: Ranks, key: str) -> frozenset[int] | None:
-    """Parse coordinates like :func:`parse_ranks`; negative numbers count from the end."""
+    """Parse indexes in a parallel dimension, such as ``pp``, like :func:`parse_ranks`.
+
+    Negative numbers count from the end; ``-1`` is the last index.
+    """
     if value is None or isinstance(value, str):
         return parse_ranks(value, key)
     listed = (value,) if isinstance(value, int) else value
@@ -152,6 +155,10 @@ def coordinates_in(value: Ranks, key: str) -> frozenset[int] | None:
 
 def parse_ranks(value: Ranks, key: str) -> frozenset[int] | None:
     """Return the ranks in ``"0,8-15"``, ``3`` or ``[0, 1]``; ``None`` stays ``None``.
+
+    Args:
+        value: The ranks as the user wrote them.
+        key: Name of the setting or option, for errors.
 
     Raises:
         ConfigError: The value has another form.

@@ -21,7 +21,9 @@ _held = 0
 
 
 def hold() -> None:
-    """Begin to use monotonic time, for a recording."""
+    """Let ``now_ns`` follow the monotonic clock, so that setting the wall clock moves no event of
+    a recording.
+    """
     global now_ns, _held
     if not _held:
         monotonic_ns = time.monotonic_ns
@@ -31,13 +33,13 @@ def hold() -> None:
 
 
 def release() -> None:
-    """Undo one call of :func:`hold`. :func:`follow` reads the wall clock again."""
+    """End a recording that called :func:`hold`; only :func:`follow` returns to the wall clock."""
     global _held
     _held -= 1
 
 
 def follow() -> None:
-    """Read the wall clock again, unless there is a recording."""
+    """Let ``now_ns`` read the wall clock again, unless a recording still uses :func:`hold`."""
     global now_ns
     if not _held:
         now_ns = _wall_ns
@@ -65,11 +67,11 @@ def domain() -> str:
 
 @contextmanager
 def replaced(clock: Callable[[], int], named: str) -> Iterator[None]:
-    """Read another clock during the block, for tests.
+    """Replace the wall clock during the block, for tests.
 
     Args:
         clock: Function that returns unix nanoseconds.
-        named: Result of :func:`domain` meanwhile.
+        named: Name of the clock, which :func:`domain` returns meanwhile.
     """
     global now_ns, _wall_ns, _domain
     before = now_ns, _wall_ns, _domain

@@ -24,7 +24,9 @@ __all__ = [
 ]
 
 ROLLOUT_ROLE = "rollout"
-"""The role whose workers are replicas of an engine; decisive before the first reply of a worker."""
+"""Role of the replicas of rollout engines. Before a worker's first reply, only its role tells
+that the worker is a replica.
+"""
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
 
@@ -101,12 +103,12 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         role: Role of the worker group, e.g. ``actor``.
-        rank: Global rank inside the role; for a rollout engine, the first accelerator rank.
+        rank: Global rank inside the role; for a rollout engine, the rank of its first accelerator.
         world_size: Number of ranks of the role.
         replica: Index of the rollout replica; ``None`` for every other role.
         node_rank: Node index inside a replica that spans several nodes.
         topology: Coordinates in named parallel dimensions, e.g. ``{"dp": 1, "tp": 0}``.
-        sizes: Number of ranks along these dimensions, if known.
+        sizes: Number of ranks along these dimensions, e.g. ``{"dp": 2, "tp": 4}``, if known.
         host: Host name, for people.
         clock_domain: See :func:`verl_profiling.clock.domain`; equal domains need no clock
             correction.
@@ -148,7 +150,9 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         return name
 
     def lane(self, rank: int | None = None) -> str:
-        """Return the lane of one rank: ``actor_rank3``, or ``rollout0_rank1`` in a replica.
+        """Return the name of a rank's process on the timeline (its lane).
+
+        For example ``actor_rank3``, or ``rollout0_rank1`` in a replica.
 
         Args:
             rank: For a replica, the rank of the engine's process inside the replica (default 0).
@@ -198,8 +202,8 @@ def artifact_name(lane: str, suffix: str, stage: str | None = None, occurrence: 
     Args:
         lane: Lane of the recording rank, e.g. ``actor_rank0``.
         suffix: The tool's suffix, e.g. ``.torch.json.gz``.
-        stage: Stage, in discrete mode.
-        occurrence: 1 for the first run of the stage in the step, 2 for the second, ...
+        stage: The recorded stage, in discrete mode; ``None`` for a recording of the whole step.
+        occurrence: 1 for the first time that the stage runs in the step, 2 for the second, ...
 
     Returns:
         For example ``actor_rank0.update_actor.2.torch.json.gz``. A stage with unsafe characters

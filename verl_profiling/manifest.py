@@ -55,7 +55,7 @@ NOTES_SUFFIX = ".ranges.jsonl"
 """Suffix of the file with a process's ranges; the reports have the same stem."""
 
 CAPTURE_START, CAPTURE_STOP = "capture_start", "capture_stop"
-"""The loop's pauses before and after a captured step."""
+"""Stages of the loop in which a capture starts before a step, and stops after it."""
 
 WAIT = "wait:"
 """Begin of the name of a stage or span that only waits, e.g. for a free slot:
@@ -65,7 +65,9 @@ POLLING = "polling the replay buffer"
 """The stage in which a trainer sleeps between two polls for finished trajectories."""
 
 WEIGHT_SYNC = "update_weights"
-"""The stage in which weights go to the rollout engines; its parts are stages inside."""
+"""The stage in which weights go to the rollout engines; its parts, such as ``transfer``,
+are stages inside.
+"""
 
 GC = "gc"
 """Name of the pauses of Python's garbage collector."""
@@ -79,13 +81,13 @@ sums and differences of two times fit 64 bits.
 """
 
 MOST_NESTED = 32
-"""Most levels of stages and spans that calculations follow:
-each has work and memory for all around it.
+"""Most levels of nested stages and spans that calculations follow, as each level costs time
+and memory.
 """
 
 Ns = Annotated[int, msgspec.Meta(ge=-MAX_NS, le=MAX_NS)]
 MOST_WORK = 1 << 53
-"""Largest count: every integer up to it is a float, too."""
+"""Largest valid count; floats represent every integer up to it exactly."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_WORK)]
 Depth = Annotated[int, msgspec.Meta(ge=0, le=1000)]
@@ -102,7 +104,7 @@ RequestPart = Literal[
 
 
 class Work(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The work that was given to a run of a stage; ``None`` for an unknown fact.
+    """Size of the batch that a stage got each time it ran; ``None`` for an unknown number.
 
     Attributes:
         samples: Number of sequences.
@@ -117,7 +119,7 @@ class Work(msgspec.Struct, frozen=True, omit_defaults=True):
     micro_batches: Count | None = None
 
     def __add__(self, other: Work) -> Work:
-        """Return the sum; a fact that one of both lacks is unknown."""
+        """Return the sums of the numbers; a number is unknown if one of both lacks it."""
         sums: dict[str, int] = {}
         for name in self.__struct_fields__:
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -127,17 +129,17 @@ class Work(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StageSpan(msgspec.Struct, frozen=True):
-    """One run of a stage (or of a named range inside one), in unix nanoseconds.
+    """One execution of a stage (or of a named range inside a stage), in unix nanoseconds.
 
     Attributes:
         name: Stage name, e.g. ``update_actor``.
-        begin_ns: Begin of the run.
-        end_ns: End of the run.
+        begin_ns: Begin of the execution.
+        end_ns: End of the execution.
         thread: Native id of the stage's thread (Python's own id after the end of the thread).
         depth: 0 for an outermost stage, 1 for a stage inside one, ...
         failed: Whether user code raised inside the stage, or the stage was open at the end of the
             capture.
-        work: The work given to the run, if the code around it passed any.
+        work: Size of the batch that the stage got, if the code passed it.
     """
 
     name: str
@@ -177,14 +179,14 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
         status: Status. ``pending``: the file was still being compressed or uploaded in the
             background when the manifest was written. A file at ``path`` is complete.
         stage: Recorded stage, in discrete mode; ``None`` in e2e mode.
-        occurrence: Number of the stage's run in this step, from 1.
+        occurrence: 1 for the first time that the stage ran in the step, 2 for the second, ...
         begin_ns: Begin of the recording.
         end_ns: End of the recording.
         bytes: Size on disk, if known.
         events: Number of trace events, if known.
         step: Step in which the recording began.
-        policy_versions: Versions of a rollout engine's weights during its window, in order, if
-            known; more than one if the weights were updated inside the window.
+        policy_versions: Versions of a rollout engine's weights during the recording, in order, if
+            known; several if the weights were updated meanwhile.
         reason: Reason for any status but ``ok``, or a remark.
         unrecorded_device: Kind of a device (``cuda``) that was in use but has no events in the
             trace.
@@ -225,11 +227,11 @@ def expected_artifact(
     """Return an expected artifact that is not written yet, with status ``missing``.
 
     Args:
-        lane: Lane of the recording rank.
+        lane: Lane of the recording rank, e.g. ``actor_rank0``.
         tool: Name of the tool.
         suffix: The tool's suffix of file names, e.g. ``.torch.json.gz``.
-        stage: Stage, in discrete mode.
-        occurrence: Number of the stage's run in this step, from 1.
+        stage: The recorded stage, in discrete mode; ``None`` in e2e mode.
+        occurrence: 1 for the first time that the stage runs in the step, 2 for the second, ...
     """
     path = artifact_name(lane, suffix, stage, occurrence)
     return Artifact(
@@ -292,10 +294,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     failed: bool = False
 
     def parts(self) -> list[tuple[RequestPart, int, int]]:
-        """Return the consecutive parts of the request without gaps: name, begin, end.
+        """Return the consecutive parts of the request without gaps: name, begin, end (unix ns).
 
-        Parts with an unknown border are joined: ``first token`` is queued and prefill, and
-        ``generate`` is queued, prefill and decode.
+        Where the engine does not report the time between two parts, the parts are one:
+        ``first token`` is queued and prefill, and ``generate`` is queued, prefill and decode.
         """
         marks: tuple[tuple[RequestPart, int], ...] = (
             ("to the engine", self.arrival_ns),
@@ -357,12 +359,13 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of one worker for one capture: plain and picklable.
+    """The record of one worker for one capture, which the worker sends to the loop and writes
+    into its result file.
 
     Attributes:
         identity: The worker.
         roles: All roles that share the worker's process and joined the capture.
-        capture_id: The capture of this result.
+        capture_id: Id of the capture.
         step: First step of the capture.
         mode: ``e2e`` or ``discrete``.
         tools: Names of the tools that recorded.
@@ -372,7 +375,7 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
         artifacts: All expected artifacts of the worker.
         stages: Spans of the worker's stages, in order of their begin.
         pauses: Pauses of the process by Python's garbage collector.
-        anchors: Clock readings at start and stop.
+        anchors: Readings of the wall clock and the monotonic clock, at start and stop.
         tool_spans: Starts and stops of the worker's tools, in order of their end.
         notes: Sentences for the user, e.g. on a selection that matched nothing.
         requests: Inference requests that a rollout engine served, in order of their end.
@@ -383,13 +386,13 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
         devices: Known devices: of a replica, in order of rank; of any other worker, the used
             devices of its process.
         requests_logged: Whether requests were logged, so that an engine without requests was idle.
-        pending_since_ns: Times of sending of the requests that were open at the end of the log.
+        pending_since_ns: For each request that was open at the end of the log, when it was sent.
         process: The recording process.
-        revision: Number of the result in the process; the result with the largest number is valid.
+        revision: Counts the versions of this result that the process made; the highest is valid.
         stopped: ``False`` in a result written during the recording.
         folder: Absolute path or URL of the step folder in the recording process.
         cut_short: Reason why the step ended early in this rank of an SPMD loop.
-        clock: Clock offset of the process, if measured by itself.
+        clock: Offset of the process's clock, if the process measured the offset itself.
     """
 
     identity: WorkerIdentity
@@ -466,9 +469,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         around_the_step: Stages of the loop's process around the step: ``capture_start`` before it,
             ``capture_stop`` after it (which includes ``write``), then the loop's own stages, such
             as ``validate``, until the next step or the end.
-        rpcs: Calls of the capture to workers.
+        rpcs: Calls from the controller to workers for this capture, such as ``start_capture``.
         workers: One entry per expected worker.
-        clocks: One entry per clock domain.
+        clocks: Offset of each clock that the workers read.
         metrics: Metrics that the loop passed to ``on_step_end`` and ``on_rollout_end``.
         trigger: Origin of the capture, and its reason.
         notes: Sentences for the user.
@@ -505,7 +508,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return 0
 
     def runs_the_loop(self, worker: CaptureResult) -> bool:
-        """Return whether a worker is the rank of an SPMD program whose stages are the loop's."""
+        """Return whether a worker's process runs the loop, as in an SPMD program, so that the
+        worker's stages are the loop's.
+        """
         own, stages = (
             {(one.name, one.begin_ns) for one in spans} for spans in (worker.stages, self.stages)
         )
@@ -513,7 +518,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NsysRange(msgspec.Struct, frozen=True, kw_only=True):
-    """One range of the ``nsys`` tool, as logged by its process next to the reports.
+    """One range, i.e. one recording, of the ``nsys`` tool, as its process logs it next to the
+    reports.
 
     Nsight Systems numbers its reports by process and range; only the process knows the step and the
     stage.
@@ -613,8 +619,8 @@ def worst_status(artifacts: Iterable[Artifact]) -> tuple[CaptureStatus, str]:
 
 
 def with_artifacts(result: CaptureResult, artifacts: list[Artifact]) -> CaptureResult:
-    """Return a result with new artifacts, and with their status if it had the status
-    of the old ones.
+    """Return a result with other artifacts; if its status came from its old artifacts, the new
+    ones decide the status.
     """
     status, reason = result.status, result.reason
     if (status, reason) == worst_status(result.artifacts):

@@ -1,9 +1,10 @@
-"""Shifts of durations against their own past: their spread, and the evidence for changes.
+"""Detects from step to step that a duration, e.g. of a stage, became longer than in its own past.
 
-The watch's detector, ``plan`` and the run's view use them.
+The watch's detector, ``plan`` and the run's view use this module.
 
-A shift is the logarithm of a duration over the median before it. The spread is robust: two of three
-shifts are within it. If successive shifts are similar, as in a drift, the spread counts as wider.
+A shift is the logarithm of a duration over the median before it: 0.1 is about 10% longer. The
+spread is the size that two of three shifts do not exceed, so that outliers hardly matter. If
+successive shifts are similar, as in a drift, the spread counts as wider.
 """
 
 from __future__ import annotations
@@ -22,30 +23,36 @@ LEAST_S = 0.001
 """Minimum excess of a slow step or stage (s), which is less than the cost of a capture."""
 
 _LONG_PAST = 8
-"""Number of windows of shifts for the spread."""
+"""Number of windows of steps whose shifts make the spread."""
 
-_WITHIN = 0.68
+_WITHIN = 0.68  # the share of shifts within the spread
 _LEAST_SPREAD = 0.05
+# How similar successive shifts have to be to widen the spread, and by how much at most.
 _ALIKE = 1.3
 _MOST_ALIKE = 2.5
+# Evidence of a shift is 0 at 1.3 spreads, and 1 at 6 spreads more; _least and _full bound both.
 _OF_THE_SPREAD, _FULL = 1.3, 6.0
 _SOON, _CHANCE = 8, 1.0
 _BELOW, _FULL_SHIFT, _MOST_SHIFT = 0.16, 0.6, 1.2
-_LATEST = 8
-_RARE, _MOST = 0.01, 0.5
+_LATEST = 8  # steps that join the past with a delay
+_RARE, _MOST = 0.01, 0.5  # least share of equal shifts in the past; most evidence of one step
 _OF_WHAT_MATTERS = 0.7
+# Evidence that a step keeps of the sum, the sum for a detection, and what a normal step takes away.
 _KEPT, _ENOUGH, _OF_A_QUIET_STEP = 0.98, 0.95, 0.12
 _IS_BACK = 0.25
-"""Share of a change's excess below which a duration is back; nearly all steps are,
-if they vary by 8%.
+"""Share of a change's excess below which a duration counts as usual again.
+
+If usual durations vary by 8%, nearly all are below it.
 """
 
 _STEPS_BACK = 3
-"""Steps in a row that are back; fewer are frequent in a change whose steps vary by 30%."""
+"""Steps in a row below that share that end a change; where steps vary by 30%, fewer are
+frequent within a change.
+"""
 
 _STAYED = 0.95
-"""Least share of a fault's steps above half of its excess,
-which steps that vary by 20% do not reach.
+"""Least share of a change's steps above half of its excess. A duration that merely varies by 20%
+does not reach it.
 """
 
 
@@ -63,14 +70,14 @@ def noticed_from(ratio: float, spread: float) -> float:
 
 @dataclass
 class _Change:
-    """A change that was detected, and the past before it.
+    """A detected change of a duration, e.g. by a fault of a node, and the past before it.
 
     Attributes:
-        before: The durations before the change.
-        usual: Their median.
-        values: Latest durations since the change was detected, in a window.
-        shifts: Shifts of the change's steps, empty from a window of steps on.
-        steps_left: Steps until the change counts as the new usual; ``None`` while it goes on.
+        before: The durations (s) before the change.
+        usual: Their median (s).
+        values: Latest durations (s) since the change was detected, at most a window of steps.
+        shifts: Shifts of the change's steps; empty once the change has lasted a window.
+        steps_left: Steps until the change's level counts as usual; ``None`` while it goes on.
         is_new: Whether the change has not lasted a window yet.
     """
 
@@ -83,17 +90,20 @@ class _Change:
 
 
 class Past:
-    """The past of a duration (s). The latest steps join the past with a delay, because they may be
-    a change.
+    """The durations (s) of earlier steps, e.g. of one stage. The latest steps join the past with a
+    delay, because they may be a change.
 
-    The steps of a detected change move the median, but are no noise. When the duration is back, the
-    past is the one before the change. Otherwise a repaired fault of a dozen steps hides the next
-    one. What varies in a change that lasts a window is noise; so is a change that was not nearly
-    always above half of its excess.
+    Steps of a detected change move the median, but do not widen the spread. When the duration is
+    usual again, the past before the change is restored. Otherwise a repaired fault of a dozen
+    steps would hide the next fault. What does widen the spread: a hiccup of few steps, variation
+    inside a change that lasts a window, and a change that often fell below half of its excess.
+
+    Args:
+        window: Number of steps in the past.
 
     Attributes:
-        before: Durations in the window before the last step.
-        usual: Median of the durations in the window.
+        before: Durations (s) in the window before the last step.
+        usual: Median (s) of the durations in the window.
     """
 
     def __init__(self, window: int) -> None:
@@ -106,7 +116,10 @@ class Past:
         self._change: _Change | None = None
 
     def join(self, value: float, matters_s: float) -> None:
-        """Add the duration of a step; variation of very short durations is ignored."""
+        """Add the duration of a step (s).
+
+        Variation of durations that are short against ``matters_s`` hardly counts.
+        """
         self._least_s = max(_OF_WHAT_MATTERS * matters_s, LEAST_S)
         change = self._change and self._follow(self._change, value)
         self.before = self._earlier(self._values)
@@ -117,7 +130,7 @@ class Past:
         self._values.append(value)
 
     def change_begins(self, steps: int) -> None:
-        """Record that a change was detected, to which the latest steps belong."""
+        """Record that a change was detected, to which this number of latest steps belongs."""
         if self._change is not None and self._change.is_new:  # it goes on after a shorter step
             self._change.steps_left = None
             return
@@ -135,7 +148,10 @@ class Past:
             self._change.steps_left = self._values.maxlen
 
     def _follow(self, change: _Change, value: float) -> _Change | None:
-        """Return the change, unless the duration is back for some steps, or has a new level."""
+        """Add a step to the change; return the change, or ``None`` if it has ended.
+
+        It ends if the duration is usual again, varies too much, or keeps its new level.
+        """
         change.values.append(value)
         every = [*change.values]
         steps, latest = every[:-_STEPS_BACK], every[-_STEPS_BACK:]
@@ -162,7 +178,7 @@ class Past:
 
     @property
     def spread(self) -> float:
-        """The spread of the past, known after half a window."""
+        """The size that two of three earlier shifts do not exceed; known after half a window."""
         shifts = self._earlier(self._shifts)
         spread, jump = (
             _most(map(abs, shifts)),
@@ -171,8 +187,8 @@ class Past:
         return spread * min(max(sqrt(2) * spread / (_ALIKE * jump), 1.0), _MOST_ALIKE)
 
     def evidence(self, value: float, usual: float, ratio: float) -> float:
-        """Return the evidence of a duration for a change: small at ``ratio``, negative within the
-        spread.
+        """Return the evidence of a duration (s) for a change: small at ``ratio`` times the usual
+        duration, negative within the spread.
 
         The evidence is at most half of a detection, and smaller if the past had such shifts often.
         """
@@ -200,8 +216,8 @@ class Series:
 
     Evidence is summed over steps, and fades. A step adds at most half of the evidence for a
     detection, so one outlier is no change. An ongoing change is detected once, and again if it
-    becomes larger. After a normal step, and within a window of such steps, a change is detected
-    again only if it lasts longer than before.
+    becomes larger. A change that comes again within a window of normal steps is detected only if it
+    lasts longer than before.
 
     Attributes:
         value: The current duration.

@@ -35,7 +35,7 @@ class RecordedStep:
     Attributes:
         folder: The step folder.
         started: The reply to ``start_capture``.
-        result: The result, with finished artifacts; ``None`` until the block ends.
+        result: The worker's result, with finished artifacts; ``None`` until the block ends.
     """
 
     folder: Path
@@ -74,12 +74,12 @@ def record_step(
         assert recorded.result.status == "ok"
 
     Args:
-        config: The settings.
-        folder: The step folder.
-        role: The worker's role.
-        rank: Rank of the worker.
+        config: The settings, as for :class:`~verl_profiling.ProfilingCallback`.
+        folder: The step folder, into which the tools write.
+        role: The role that this process has, as a worker.
+        rank: Its rank in the role.
         step: Number of the step.
-        keep: ``False`` for a warm-up.
+        keep: ``False`` for a warm-up, whose recording is discarded.
 
     Raises:
         ConfigError: The settings are wrong.
@@ -107,7 +107,7 @@ def shifted_clock(offset_ns: int, domain: str = "shifted") -> Iterator[None]:
 
     Args:
         offset_ns: Shift of the clock, in nanoseconds.
-        domain: Name of the clock domain.
+        domain: Name of the shifted clock; workers with one name count as on one machine.
     """
     true_now_ns = clock.now_ns
     with clock.replaced(lambda: true_now_ns() + offset_ns, domain):

@@ -60,8 +60,8 @@ def _unit(value: float, units: tuple[tuple[str, float], ...]) -> tuple[str, floa
 
 
 def three_digits(value: float) -> str:
-    """Return a number with three digits, or with all before its point: ``1,234``,
-    ``1.23``, ``0.012``.
+    """Return a number with three digits, or with all digits before its decimal point: ``1.23``,
+    ``0.012``, ``1,234``.
     """
     size = abs(value)
     if size < 0.9995:  # less than one of the smallest unit
