@@ -1,5 +1,7 @@
-"""Requests a capture of the next step, for the suspected workers,
-when the watch detects an anomaly.
+"""Requests a capture when the watch, which times every step, detects an anomaly.
+
+An anomaly is, for example, a stage that takes longer than in earlier steps. The capture is of a
+later step, and of the suspected workers only, if there are any.
 """
 
 from __future__ import annotations
@@ -26,16 +28,20 @@ from verl_profiling.watch.suspicion import Suspicion
 logger = logging.getLogger(__name__)
 
 READ_S = 10.0
-"""Minimum wait for torch's flight recorders before a capture (s):
-workers are read once a second at most.
+"""Least time (s) for which a capture waits for torch's flight recorders to show the slow process.
+Workers are read once a second at most.
 """
 
 T = TypeVar("T")
 _OF_A_STAGE = ("slow_stage", "leader")
-"""Signs for which only the stages inside the slow one are captured."""
+"""Kinds of anomaly for which only the stages inside the slow stage are captured, not the whole
+step.
+"""
 
 _OF_ALL = ("slow_stage", "slow_span")
-"""Signs that all workers of a stage may cause together."""
+"""Kinds of anomaly that all workers of a stage may cause together: without a suspect, all are
+captured.
+"""
 
 
 class Anomalies:
@@ -90,7 +96,7 @@ class Anomalies:
         self._keep(suspicion, summary)
 
     def _search_suspects(self, summary: StepSummary) -> None:
-        """Look in a later step for the suspects of an anomaly without any."""
+        """Look in a later step for the suspected processes of an anomaly that has none yet."""
         noticed = self._noticed
         if noticed is None or noticed.suspects or not noticed.stage:
             return
@@ -105,7 +111,11 @@ class Anomalies:
             self._uses = {use.lane: use for use in summary.processes}
 
     def _keep(self, suspicion: Suspicion, summary: StepSummary) -> None:
-        """Keep an anomaly until it is captured: of a batch, the first one with suspects."""
+        """Keep an anomaly until its capture begins.
+
+        A later anomaly replaces it if only the later one has suspects, or if the limits of the
+        trigger (``_refusal``) delay the capture.
+        """
         noticed = self._noticed
         if noticed is not None:
             if not self._waits and (noticed.suspects or not suspicion.suspects):
@@ -131,9 +141,10 @@ class Anomalies:
             self._coming = None
 
     def asks(self, step: int, scheduled: bool) -> Decision | None:
-        """Return the watch's capture of a step; ``None`` without one.
+        """Return the capture of a step that an anomaly requests, or ``None``.
 
-        The limits of the trigger do not apply to a ``scheduled`` step.
+        The limits of the trigger, such as ``max_captures``, do not apply to a ``scheduled`` step,
+        which is captured anyway.
         """
         noticed = self._noticed
         if noticed is None or self._coming is not None or self._is_read_further(noticed):
@@ -156,7 +167,7 @@ class Anomalies:
         )
 
     def concluded(self, manifest: Manifest) -> None:
-        """Record that a capture ended; after one of the watch, the cooldown begins."""
+        """Record that a capture ended; if an anomaly requested the capture, the cooldown begins."""
         if manifest.trigger.kind == "anomaly":
             self._captured = manifest.step
             self._made += 1
@@ -177,7 +188,7 @@ class Anomalies:
         return soon and reads and bool(noticed.stage) and not noticed.suspects
 
     def _refusal(self, step: int) -> str:
-        """Return the reason against a capture of this step by the watch; empty if there is none."""
+        """Return why the trigger's limits forbid a capture of this step; empty if they do not."""
         options = self._options
         if self._made >= options.max_captures:
             return f"the watch has requested {self._made} captures (watch.trigger.max_captures)"
@@ -226,14 +237,14 @@ class Anomalies:
 
 
 def _stages_to_capture(noticed: Suspicion, in_engines: bool) -> tuple[str, ...] | None:
-    """Return the stages that the workers run in the slow one; ``None`` for the whole step."""
+    """Return the stages to capture, inside the slow stage; ``None`` for the whole step."""
     if noticed.sign not in _OF_A_STAGE:
         return None
     if not in_engines:
         return _distinct(noticed.ran)
     if noticed.stage != ROLLOUT or not noticed.ran:
         return None
-    # An engine records its window, whatever its own stage is called.
+    # Engines are captured as the stage rollout, whatever the watch calls their work (generate).
     return _distinct([*noticed.ran, ROLLOUT])
 
 

@@ -10,8 +10,8 @@
             on_step_end(metrics)
                                             # on_exception, if the loop raised; on_train_end
 
-Without a capture, a hook costs about a microsecond and calls no worker. Only the watch calls
-workers in every step.
+Without a capture, a hook costs about a microsecond and calls no worker. Only the watch, which
+times the stages of every step, then calls workers, on a thread of its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ logger = logging.getLogger(__name__)
 
 Returned = TypeVar("Returned")
 Hook = Callable[[Controller, Any], Waits[None] | None]
-"""A hook of the controller with its argument; it returns the blocking functions to run."""
+"""A method of :class:`Controller` for a hook, which takes the hook's argument.
+
+It returns the blocking functions that the callback has to run, or ``None``.
+"""
 
 _callbacks: WeakSet[_Callback[Any]] = WeakSet()
 
@@ -61,9 +64,9 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class _Callback(Generic[Returned]):
-    """The hooks of both callbacks.
+    """The hooks that the synchronous and the asynchronous callback share.
 
-    A hook of the synchronous callback blocks, and one of the asynchronous callback is awaited.
+    A hook of the synchronous callback blocks; a hook of the asynchronous callback is awaited.
 
     Args:
         config: Settings: a :class:`ProfilingConfig`, a dict, or an OmegaConf ``DictConfig``.
@@ -97,8 +100,9 @@ class _Callback(Generic[Returned]):
         """
 
     def on_step_begin(self, step: int, policy_version: int | None = None) -> Returned:
-        """Begin a step; if it is captured, start all workers at once (in discrete mode, without
-        tools).
+        """Begin a step; if the step is captured, start all workers concurrently.
+
+        In discrete mode, the tools of a worker start later, with each selected stage.
 
         Args:
             step: Number of the step, as the loop counts it.
@@ -127,7 +131,8 @@ class _Callback(Generic[Returned]):
         return self._call(Controller.on_rollout_begin, in_background)
 
     def on_rollout_end(self, metrics: Mapping[str, Any] | None = None) -> Returned:
-        """End generation.
+        """End generation: end the stage ``rollout``; in discrete mode, rollout engines stop
+        recording.
 
         Args:
             metrics: Numbers to keep with the step. Values that are no numbers are left out; numbers
@@ -160,7 +165,7 @@ class _Callback(Generic[Returned]):
         self._guarded(Controller.on_generation_end)
 
     def on_stages_end(self) -> None:
-        """End the step before its :meth:`on_step_end`, for a loop that can call that only later.
+        """End the step now, for a loop that can call :meth:`on_step_end` only some time later.
 
         Never waits. The time until :meth:`on_step_end` is not part of the step.
         """
@@ -212,7 +217,7 @@ class _Callback(Generic[Returned]):
         self.add_workers(ROLLOUT_ROLE, replicas, loop=loop)
 
     def stage(self, name: str) -> Stage:
-        """Return a stage of the controller, as context manager or decorator.
+        """Return a named stage of the training loop, as context manager or decorator.
 
         Raises:
             TypeError: The name is not text, e.g. a function under a bare ``@profiling.stage``.
@@ -251,7 +256,9 @@ class _Callback(Generic[Returned]):
 
     @property
     def requested(self) -> bool:
-        """Whether a capture request of a person waits for the begin of a step."""
+        """Whether a person has requested a capture (``verl-profiling trigger`` or SIGUSR2) that has
+        not begun.
+        """
         return self._controller is not None and self._controller.decisions.requested
 
     @property
@@ -360,7 +367,7 @@ class ProfilingCallback(_Callback[None]):
             waits = hook(controller, argument)
             if waits is not None:
                 self._refuse_event_loop()
-                with closing(waits):  # an interrupted hook ends here, not when it is collected
+                with closing(waits):  # an interrupted hook ends here, not at garbage collection
                     for wait in waits:
                         wait()
         except Exception as error:
@@ -382,8 +389,8 @@ class AsyncProfilingCallback(_Callback[Coroutine[Any, Any, None]]):
     """Profiles a training loop that is a coroutine, without blocking the event loop.
 
     ``async with AsyncProfilingCallback(config) as profiling:`` works like ``with`` of
-    :class:`ProfilingCallback`. Its hooks are the same, and are awaited, but for those that never
-    wait.
+    :class:`ProfilingCallback`. Its hooks are the same, and are awaited, except hooks that never
+    wait, such as :meth:`on_generation_begin`.
     """
 
     def __enter__(self) -> NoReturn:

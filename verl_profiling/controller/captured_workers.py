@@ -31,11 +31,12 @@ class CapturedWorkers:
     """The workers that take part in a capture.
 
     Attributes:
-        roster: The workers.
+        roster: All workers of the callback.
         request: The request that is sent to them.
-        ranks: The ranks of the loop, if there are several; each rank captures its own workers.
-        notes: Notes on this capture.
-        rpcs: All calls to workers.
+        ranks: The connection to the other ranks of an SPMD loop, where each rank captures its own
+            workers; ``None`` in a loop of one process.
+        notes: Sentences for the user about this capture, for its manifest.
+        rpcs: Times of the calls that start and stop workers, for the manifest.
     """
 
     roster: Roster
@@ -53,9 +54,10 @@ class CapturedWorkers:
     )
 
     def start(self, request: CaptureStart) -> Waits[None]:
-        """Start the requested workers.
+        """Start the workers that a request selects.
 
-        At the begin of a rollout, these are the engines in discrete mode; else they are all others.
+        A request with a ``stage`` (the rollout) starts the engines in discrete mode. A request
+        without one starts all other workers.
         """
         targets = self.roster.driven(request.selection, windowed=request.stage is not None)
         self._open.append((request, targets))  # to be stopped even if the start fails
@@ -73,7 +75,7 @@ class CapturedWorkers:
         yield from self._shake_hands("start_capture", request, targets)
 
     def begin_rollout(self, step: int) -> Waits[None]:
-        """Start the rollout engines in discrete mode, which record one rollout of a step."""
+        """Start the rollout engines in discrete mode; each of their recordings is one rollout."""
         yield from self.stop(ROLLOUT)
         selection = self.request.selection
         if self.roster.driven(selection, windowed=True):
@@ -88,9 +90,7 @@ class CapturedWorkers:
             yield from self.start(window)
 
     def stop(self, stage: str | None = None) -> Waits[None]:
-        """Stop all started workers concurrently; with a stage,
-        only workers that record nothing else.
-        """
+        """Stop all started workers concurrently; with a ``stage``, only those started for it."""
         stopping = [opened for opened in self._open if stage in (None, opened[0].stage)]
         if not stopping:
             return
@@ -107,9 +107,11 @@ class CapturedWorkers:
         yield from self._shake_hands("stop_capture", stopping[0][0].capture_id, targets)
 
     def _shake_hands(self, method: str, argument: object, targets: Iterable[Target]) -> Waits[None]:
-        """Measure the clock offsets of other hosts by repeated calls, which have no further effect.
+        """Measure the clock offsets of other hosts by repeating a call, which starts or stops
+        nothing again.
 
-        One target per clock is called, and each of its workers with this clock adds a handshake.
+        One target per clock is enough. Each of its workers with this clock adds a handshake: the
+        times of the call and of its reply.
         """
         here = clock.domain()
         reached: Counter[tuple[str, Target]] = Counter()
@@ -201,7 +203,7 @@ class CapturedWorkers:
 
         Unless the worker is ``stopped``, a delayed request may still start it.
         """
-        if worker in self._failures:  # the first holds
+        if worker in self._failures:  # the first reason is kept
             return
         logger.error("step %d: %s was not captured: %s", request.step, worker.identity, reason)
         self._failures[worker] = self._lost(worker, request, reason, stopped=stopped)
@@ -243,7 +245,8 @@ class CapturedWorkers:
     def expected(self) -> list[CaptureResult]:
         """Return one placeholder result per worker, with the artifacts that its start reply lists.
 
-        Placeholders for the other ranks of the loop follow.
+        The manifest has them until the real results come. Placeholders for the other ranks of the
+        loop follow.
         """
         expected: dict[str, CaptureResult] = {}
         for target in self.roster.driven(self.request.selection):
@@ -265,7 +268,7 @@ class CapturedWorkers:
             result = self._results.get(worker, failure)
             if result is None:
                 continue
-            if failure is not None and result is not failure:  # one of its windows failed
+            if failure is not None and result is not failure:  # one of several rollouts failed
                 artifacts = [*result.artifacts, *failure.artifacts]
                 result = replace(
                     result, status=failure.status, reason=failure.reason, artifacts=artifacts

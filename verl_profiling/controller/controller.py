@@ -33,13 +33,13 @@ from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CaptureResult, 
 from verl_profiling.settings.config import Action, Decision, ProfilingConfig
 from verl_profiling.units import visible
 
-LAST_READ_S = 5.0  # training may have ended because a worker hangs
+LAST_READ_S = 5.0  # for the watch's last calls: training may have ended because a worker hangs
 EXIT_S = 20.0
 """Upper limit of each wait for workers at process exit, in seconds: supervisors kill after 30 s."""
 
 _PAUSES = 3
-"""Number of the loop's pauses around a written capture: its start,
-its stop and the write inside.
+"""Number of spans around a step that the capture itself causes: its start, its stop, and the write
+inside the stop. Further spans are stages of the loop.
 """
 
 TRAINING_ENDED = "training ended inside it"
@@ -53,11 +53,12 @@ class Controller:
     Attributes:
         live: The open capture, or ``None``.
         stages: The loop's stages, and where they are recorded.
-        watch: Summaries of every step; ``None`` if it is off.
+        watch: The watch, which summarizes every step; ``None`` if it is switched off.
         last: The last capture that was not a warm-up.
-        run_notes: Notes of the loop that every manifest gets.
+        run_notes: Sentences from the loop (``add_note``) for the notes of every manifest.
         roster: The workers.
-        begun: Whether the loop has begun, which makes this process the one that captures.
+        begun: Whether the loop has begun in this process; children forked after that do not
+            capture.
     """
 
     def __init__(self, config: ProfilingConfig) -> None:
@@ -199,7 +200,8 @@ class Controller:
         self.begun = True
         self.roster.check_selection(capturing=False)
         self._run.amend(end_ns=None)  # the callback is entered again
-        if knows_place(self.config, self.roster.targets):  # else the first step does it
+        # Else later workers may still tell whether ranks capture together: the first step does it.
+        if knows_place(self.config, self.roster.targets):
             self.decisions.begin(self._run)
 
     def _begin_step(
@@ -340,7 +342,7 @@ class Controller:
         return live
 
     def _say_begun(self, live: OpenCapture) -> Waits[None]:
-        """Write the manifest with expected results."""
+        """Write the manifest (state ``begun``) with placeholders for the workers' results."""
         live.begin_step()
         if live.leads:
             live.expect()
@@ -377,7 +379,7 @@ class Controller:
             self._closed()
             raise
         except BaseException:
-            # Ctrl-C: it can come again before the end of training closes the capture.
+            # Ctrl-C: a second one may interrupt on_train_end, which would close the capture.
             self._write_interrupted(live)
             raise
         self._closed()

@@ -55,9 +55,9 @@ logger = logging.getLogger(__name__)
 
 SIGNAL = "SIGUSR2"
 LIST_S = 10.0
-"""How often a folder behind a URL is listed."""
+"""Interval (s) at which a request folder behind a URL is listed."""
 
-_LAST_LISTING_S = 5.0  # at the end of training, a store that does not answer is left
+_LAST_LISTING_S = 5.0  # then training ends, although the file system of the URL has not answered
 _Handler = Callable[[int, FrameType | None], None]
 
 
@@ -142,7 +142,10 @@ class PersonRequests:
         return None
 
     def _served(self, demand: CaptureRequest, step: int, scheduled: bool) -> Decision:
-        """Return the capture that serves a request from this step on; the rest stays pending."""
+        """Return the capture of a request that begins with this step.
+
+        Requested steps after the end of that capture stay pending.
+        """
         last = step + demand.steps - 1 if self._schedule.continuous else step
         if scheduled and (step_range := self._schedule.step_range(step)):
             last = min(last, step_range.last)
@@ -191,8 +194,8 @@ class PersonRequests:
     def _is_due(self, demand: CaptureRequest, scheduled: bool) -> bool:
         """Return whether this step can serve a request.
 
-        A request that overrides settings waits for an unscheduled step, unless every step is
-        scheduled.
+        A scheduled step is captured with the settings as they are. So a request that overrides
+        settings waits for an unscheduled step, unless every step is scheduled.
         """
         return (
             not scheduled
@@ -201,13 +204,13 @@ class PersonRequests:
         )
 
     def refuse(self, request: str, by: str, why: str) -> None:
-        """Refuse a request for captures, also the steps of it that are left.
+        """Refuse a capture request, or its remaining steps.
 
         The requester finds the reason in a file.
 
         Args:
             request: Id of the request.
-            by: The requester.
+            by: The requester, e.g. ``root@node1``, or ``SIGUSR2``, which gets no file.
             why: The reason.
         """
         self._pending = [demand for demand in self._pending if demand.id != request]
@@ -305,9 +308,9 @@ def _replace_handler(expected: object, handler: _Handler | signal.Handlers) -> N
         signal.signal(signal.SIGUSR2, handler)
 
 
-_LEAST_STEPS = 2  # another rank may be in the next step already
-_LEAD_S = 2.5  # ranks look for announcements once a second
-_STEPS = 9  # of which the median duration is taken
+_LEAST_STEPS = 2  # from announcement to capture: another rank may be in the next step already
+_LEAD_S = 2.5  # from announcement to capture: ranks check for announcements once a second
+_STEPS = 9  # latest begins of steps, for the median duration of a step
 
 
 class Decisions:
@@ -316,7 +319,7 @@ class Decisions:
     Args:
         config: The settings.
         roster: The workers.
-        watch: The watch; ``None`` if switched off, together with capture requests.
+        watch: The watch; ``None`` if it is switched off, and then no capture can be requested.
 
     Attributes:
         ranks: The ranks of the loop, if it has several.
@@ -438,7 +441,7 @@ class Decisions:
             self._requests.refuse(trigger.request, trigger.by, why)
 
     def concluded(self, manifest: Manifest) -> None:
-        """Record that a capture has ended: the cooldown of the watch begins."""
+        """Record that a capture has ended; if the watch requested it, its cooldown begins."""
         if self._anomalies is not None:
             self._anomalies.concluded(manifest)
 
@@ -474,9 +477,7 @@ class Decisions:
             )
 
     def _look_ahead(self, ranks: Ranks, step: int) -> None:
-        """Decide on captures of later steps, early enough for the announcement
-        to reach every rank.
-        """
+        """Decide on captures of later steps, so early that the announcement reaches every rank."""
         self._begun_s.append(time.monotonic())
         if self._step is None or step < self._step:  # the loop restarted its step numbers
             self._decided = step

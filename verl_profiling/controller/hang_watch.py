@@ -1,8 +1,8 @@
 """A step that hangs: nothing progresses anywhere for longer than the open stage usually takes.
 
-One thread of the loop's process looks while a step is open. Once the loop is quiet for too long, it
-asks all processes: by a call, and by its file in ``hangs/``, because a busy process answers no
-call.
+One thread of the loop's process checks while a step is open. If the loop's process makes no
+progress (a stage that begins or ends, a new token) for too long, the thread asks all processes: by
+a call, and by its file in ``hangs/``, because a busy process answers no call.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from verl_profiling.watch.sums import NO_LOOKS, StageSums, WatchQuestion, WatchR
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_PAUSE_S = 2.0  # between two looks; a short hang_s has five looks
-_ANSWER_S = 1.0  # beyond the pause of the workers' own looks
-_USUAL_STEPS = 20  # of which the median duration of a stage is taken
-_MANY_TIMES = 3  # longer than usual: less is a slow stage
+_LONGEST_PAUSE_S = 2.0  # between two checks; a short hang_s is divided into five
+_ANSWER_S = 1.0  # for answers, in addition to the interval at which workers check
+_USUAL_STEPS = 20  # latest steps: their median is the usual duration of a stage
+_MANY_TIMES = 3  # times the usual duration without progress: less is a slow stage
 _KEY = "watch/hangs"
 
 
 @dataclass(eq=False)
 class HangWatch:
-    """Looks whether the open step of a loop hangs, and says who is waited for.
+    """Detects that the open step of a loop hangs, and names the process that the others wait for.
 
     Args:
         loop: The watch of the loop.
-        folder: The folder of the processes' files.
-        log: Writes a line into the run's log.
-        ranks: The ranks of the loop, if it has several.
+        folder: The folder into which each process writes a file with its open stages.
+        log: Writes the summary of a step as a line into the run's log.
+        ranks: The connection to the other ranks of the loop, if it has several.
         ended: Set when training ends.
         hanging: The step that hangs, until it goes on.
-        is_left: Whether the loop was left in a step that hung; its line and its files stay.
+        is_left: Whether training ended in a step that hung; then its log line and files are kept.
     """
 
     loop: Any  # controller.watch.Watch, which imports this module
@@ -74,7 +74,7 @@ class HangWatch:
     _elsewhere_ns: int = 0
 
     def step_begins(self) -> None:
-        """Look from now on, until no step is open."""
+        """Start the thread that checks for hangs, unless it runs; it ends when no step is open."""
         with self._lock:
             if self._thread is None:
                 self._thread = in_background(self._run)
@@ -198,7 +198,10 @@ class HangWatch:
         return median(times) if times else None
 
     def _call(self, targets: Iterable[Target], reports: tuple[str, float]) -> list[Call]:
-        """Tell workers where to report from now on, and ask whether they answer."""
+        """Tell workers in which folder, and at which interval, to report; return the calls.
+
+        A worker that replies is not stuck in another call.
+        """
         self._told = self._told.union(targets)
         question = WatchQuestion(hangs=reports)
         return [call for target in targets for call in target.call("read_watch", question)]
@@ -236,7 +239,7 @@ class HangWatch:
                 call.worker.identity = reading.identity
             who = call.worker.identity
             answers = call.future.done() or isinstance(call.future, Postponed)
-            if "Actor" in type(call.error).__name__:  # Ray's, not one of the method
+            if "Actor" in type(call.error).__name__:  # Ray's error, not one of the called method
                 yield ProcessState(who.lane(), who.role, problem=f"is dead: {call.problem()}")
             elif isinstance(call.error, WorkerLostError):
                 yield ProcessState(who.lane(), who.role, problem=str(call.error))
@@ -257,7 +260,7 @@ class HangWatch:
 
 
 def report_to_rank_0(ranks: Ranks, who: RankUse, sums: StageSums) -> None:
-    """Report hangs of this rank of a loop in the background, until training ends."""
+    """Write files for rank 0's :class:`HangWatch` in the background, until training ends."""
 
     def report() -> None:
         with suppress(*PROBLEMS):

@@ -1,5 +1,7 @@
-"""The loop as its hooks report it: the order of its steps, its stages, and the open capture, with
-the loop's own records of the captured steps and the manifest.
+"""The state of the training loop, as its hooks report it.
+
+:class:`LoopOrder` checks the order of steps, :class:`LoopStages` has the open stages, and
+:class:`OpenCapture` collects what the manifest of a capture needs.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ class LoopOrder:
         in_step: Whether a step has begun and not ended.
         in_rollout: Whether generation has begun and not ended.
         runs: Whether the loop has begun, and has not ended.
-        is_shared: Whether another callback's loop began in this step; if the step then ends, both
-            loops run.
+        is_shared: Whether a loop with another callback began during this step. If this step ends
+            normally, two loops run at once, of which a process can record only one.
         steps: The first and the last step that the loop began; empty before the first one.
     """
 
@@ -73,7 +75,7 @@ class LoopOrder:
         for other in _running:
             other.is_shared = other.in_step
         _running.add(self)
-        # Listed steps are logged at the end.
+        # Steps of schedule.steps that never came are logged at the end of training.
         if schedule.steps is None and last_step is not None and step > last_step:
             logger.warning(
                 "the loop begins with step %d, and the schedule ends with step %d (%s): nothing "
@@ -119,9 +121,7 @@ class LoopOrder:
             self._captured.add(step)
 
     def step_ends(self) -> None:
-        """Record the end of a step; warn of one without a begin,
-        and of one in which another loop began.
-        """
+        """Record the end of a step; warn of a step without a begin, or with another loop in it."""
         if not self.in_step:
             self._say(
                 "on_step_end without on_step_begin: nothing ends; call on_step_begin(step) first"
@@ -185,8 +185,8 @@ class LoopStages:
         watch: The watch, if it is on.
 
     Attributes:
-        sink: Receiver of the stages: the watch, and the log of a capture until the next step; else
-            ``None``.
+        sink: Receiver of the loop's stages: a log for the watch, for a capture (until the next step
+            begins), or for both; ``None`` if nothing is recorded.
         rollout: The open stage ``rollout``.
         generations: Number of batches that are generated in the background of the steps.
     """
@@ -199,7 +199,7 @@ class LoopStages:
         self.sink: SpanLog | None = self.watched()
 
     def watched(self) -> SpanLog | None:
-        """Return the receiver of stages outside of captures; ``None`` without a watch."""
+        """Return a receiver that passes stages to the watch only; ``None`` without a watch."""
         return None if self._watch is None else SpanLog(self, self._watch.sums, None)
 
     def pass_to(self, log: SpanLog | None) -> None:
@@ -210,7 +210,7 @@ class LoopStages:
         record_pauses(self, log)
 
     def watch_only(self) -> None:
-        """Record the stages from now on in no capture."""
+        """Record the stages from now on for the watch only, in no capture."""
         self.pass_to(self.watched())
 
     def begin_rollout(self, log: SpanLog) -> None:
@@ -220,7 +220,7 @@ class LoopStages:
         self.rollout = log.begin(ROLLOUT)
 
     def end_rollout(self, failed: bool = False) -> None:
-        """End the stage ``rollout`` of the loop itself, if it is open."""
+        """End the stage ``rollout``, unless batches in the background of the steps keep it open."""
         if not self.generations:
             self._end(failed)
 
@@ -254,21 +254,21 @@ class LoopStages:
             self.end_rollout()
 
     def renew_generation(self) -> None:
-        """End the stage of generation in the background, and begin it again for the watch."""
+        """End the stage ``rollout`` of batches in the background, and begin it for the watch."""
         with self._lock:
             if self.generations:
                 self._end(failed=False)
                 self._begin_generation(self.watched())
 
     def record_generation(self) -> None:
-        """Begin the stage of generation, if nothing recorded when its first batch began."""
+        """Begin the stage ``rollout`` of batches in the background, if nothing recorded before."""
         with self._lock:
             if self.generations and self.rollout is None:
                 self._begin_generation(self.sink)
 
     def _begin_generation(self, log: SpanLog | None) -> None:
         if log is not None:
-            # No stage of this task nests inside it.
+            # In an empty context, so that no stage of this task nests inside it.
             self.rollout = Context().run(log.begin, ROLLOUT)
 
     def end_watched_step(self, watch: Watch) -> None:
@@ -416,7 +416,7 @@ class OpenCapture:
         self.results = self.workers.expected()
 
     def is_cut_short(self, why: str) -> None:
-        """Note why the last step of the capture is not whole."""
+        """Note why the last step of the capture was not recorded to its end."""
         self.complete = False
         self.notes.append(f"{CUT_SHORT}: {why}")
 
@@ -448,7 +448,7 @@ class OpenCapture:
 
 
 def whole_version(policy_version: object) -> tuple[int | None, list[str]]:
-    """Return a policy version as an integer; ``None`` and a note for another number."""
+    """Return a policy version as an integer; ``None`` and a note if it is no whole number."""
     try:
         return None if policy_version is None else index(policy_version), []  # type: ignore[arg-type]
     except TypeError:

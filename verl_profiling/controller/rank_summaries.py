@@ -43,7 +43,8 @@ class RankSummaries:
 
     Attributes:
         leads: Whether this is rank 0, which joins the summaries of all ranks.
-        collectives: Whether rank 0 requests the collectives that the ranks enter.
+        collectives: Whether rank 0 requests when each rank entered its collectives, such as
+            all-reduces; the last rank to enter is the late one.
     """
 
     def __init__(self, ranks: Ranks, most: int) -> None:
@@ -76,7 +77,7 @@ class RankSummaries:
             earlier = None
             if number >= MOST_UNREAD:
                 earlier = self._ranks.get(_key(rank, number - MOST_UNREAD))
-            if earlier is None or not summaries:  # rank 0 has read it, or must know the end
+            if earlier is None or not summaries:  # rank 0 has read that, or must know of the end
                 self._ranks.set(_key(rank, number), msgspec.msgpack.encode(summaries))
                 self._messages[rank] += 1
             self.collectives = self._ranks.get(_COLLECTIVES) == b"1"
@@ -197,6 +198,6 @@ def _begun_at(summary: StepSummary, begin_ns: int) -> StepSummary:
 
 
 def _later(use: RankUse, ns: int) -> RankUse:
-    """Return a copy of a process, with the runs of its stages shifted by a time."""
+    """Return a copy of a process's stage times, shifted by ``ns``."""
     runs = np.frombuffer(use.runs, np.int64).reshape(-1, 4)
     return replace(use, runs=(runs + np.array([0, ns, ns, 0])).tobytes())

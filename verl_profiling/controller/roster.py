@@ -35,11 +35,11 @@ class Roster:
 
     Attributes:
         config: The settings.
-        targets: All targets that were added.
+        targets: The added workers. A target is one worker, or a group that is called as a whole.
         notes: Warnings on the settings, e.g. on a selected role without workers.
         owing: Targets that may still write files after a stop: artifacts are pending, or a reply is
             late.
-        most_s: Upper limit of all timeouts, in seconds.
+        most_s: Upper limit (s) of all timeouts; infinite until the process exits.
     """
 
     def __init__(self, config: ProfilingConfig) -> None:
@@ -97,7 +97,7 @@ class Roster:
         """Return the targets with at least one role enabled in a capture with this selection.
 
         Args:
-            selection: The selection.
+            selection: Changes of the settings by a capture request; ``None`` without any.
             windowed: ``True`` for the targets that record only during rollouts (engines in discrete
                 mode), ``False`` for others.
         """
@@ -119,7 +119,7 @@ class Roster:
         """Check that the workers can make a capture with a selection.
 
         Args:
-            selection: The selection.
+            selection: Changes of the settings by a capture request.
             ranks: The number of ranks in a loop with several ranks, whose workers are in other
                 processes too.
 
@@ -142,7 +142,7 @@ class Roster:
             raise ConfigError("", "nothing would be recorded: no worker has an enabled role")
         engines = [target for target in driven if target.is_rollout]
         _check_numbers("replicas", selection.replicas, engines, ranks)
-        if not engines:  # their workers are replicas, and have ranks inside
+        if not engines:  # a worker of an engine is a whole replica, with ranks inside
             _check_numbers("ranks", selection.ranks, driven, ranks)
 
     def _without_workers(self, role: str) -> str:
@@ -199,7 +199,7 @@ class Roster:
             self._recorded |= {result.identity.role, *result.roles}
             self._marked |= {span.name for span in result.stages}
             config = self.config
-            if TRAJECTORIES in result.tools:  # a mixin of trajectories adds them by itself
+            if TRAJECTORIES in result.tools:  # AgentLoopCaptureMixin adds this tool by itself
                 config = config.with_trajectories(result.identity.role)
             here = config.for_role(result.identity.role, selection)
             if result.mode != here.mode or not {*result.tools} <= {*here.tool_names}:
@@ -213,7 +213,8 @@ class Roster:
     def _check_roles(self) -> None:
         """Log workers that replied with another role than that of ``add_workers``.
 
-        Roles that share a process reply with one role, under which one of them was added.
+        Roles that share a process reply with one role. It is right if any worker of the process was
+        added under it.
         """
         workers = [worker for target in self.targets for worker in target.workers]
         processes: set[tuple[str, object]] = set()
@@ -230,9 +231,10 @@ class Roster:
                 )
 
     def _check_stages(self) -> None:
-        """Log selected stages that nothing is known of, in roles that recorded.
+        """Log stages that the settings select, but that no captured step had.
 
-        A stage that code of this process names may be in other steps than the captured ones.
+        Roles that never recorded are left out, and so are stages that code of this process names:
+        these may run in other steps.
         """
         marked = self._marked | named_stages()
         selected = {}
@@ -255,7 +257,7 @@ class Roster:
             logger.warning("%s; %s", problem, remedy)
 
     def finish(self, hooks_s: float) -> Waits[None]:
-        """Wait for compression and hooks of workers, before Ray ends the workers."""
+        """Wait for compression and ``after`` hooks of workers, before Ray ends the workers."""
         self._check_stages()
         timeouts = self.config.timeouts
         with_hooks = {role for hook in self.config.after.values() for role in hook.roles}
@@ -274,9 +276,10 @@ class Roster:
     def call(
         self, targets: Iterable[Target], method: str, *arguments: Any, timeout_s: float = 0.0
     ) -> list[Call]:
-        """Call all workers; workers that still owe the reply to an earlier call are not waited for.
+        """Call a method of all workers of some targets, without waiting; return the calls.
 
-        A capture request is sent with the roles of the target.
+        A worker that has not replied to an earlier call gets no timeout, so it is not waited for. A
+        capture request is sent with the roles of the target.
         """
         calls: list[Call] = []
         for target in targets:
@@ -294,10 +297,10 @@ class Roster:
 def _check_numbers(
     key: str, numbers: tuple[int, ...] | None, targets: list[Target], ranks: int | None
 ) -> None:
-    """Refuse numbers of workers that these targets do not have; see :meth:`Roster.check_request`.
+    """Refuse ranks or replicas of a request if no worker has any of them.
 
     Raises:
-        ConfigError: No worker has a number.
+        ConfigError: All numbers are too large; see :meth:`Roster.check_request`.
     """
     present = [worker.number for target in targets for worker in target.workers]
     count = ranks or max(present, default=-1) + 1

@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 _TRIES = 5
 _AGAIN_S = 1.0
 _WRITE_S = 1.0
-"""Longest wait (s) of a hook for the disk. On a healthy one,
-files are on disk when the hook returns.
+"""Longest wait (s) of a callback's hook for the disk. On a healthy disk, files are written when the
+hook returns.
 """
 
 _Content = Callable[[], msgspec.Struct]
@@ -97,7 +97,7 @@ class Run:
     def place(self) -> RunPlace:
         """The run's folder, URL and name.
 
-        The first access chooses the folder, and marks it as this run's.
+        The first access chooses the folder, and claims it by creating ``run.json``.
         """
         if self.claimed is None:
             self.claimed, self.info, self.resumes = claim_folder(self._config)
@@ -140,7 +140,9 @@ class Run:
         self._writer.submit(self._write_all)
 
     def _write_all(self) -> None:
-        """Write what is not written yet, and try it again for some seconds."""
+        """Write the queued files; retry failed ones for some seconds, then leave them to
+        :meth:`drain`.
+        """
         for _ in range(_TRIES):
             written = [
                 self._write(path, self._unwritten.pop(path)) for path in list(self._unwritten)
@@ -292,7 +294,7 @@ class Run:
         prepared: Future[tuple[Path, str]] = Future()
         self._maker.submit(partial(self._prepare, prepared, step, keep, shared, notes))
         start_s = self._config.timeouts.start_s
-        yield partial(self._maker.drain, start_s)  # without a further thread, the work is done here
+        yield partial(self._maker.drain, start_s)  # makes it here if no thread can start
         if prepared.cancel():
             raise TimeoutError(
                 f"the step's folder was not made within timeouts.start_s={start_s:g}"
@@ -410,7 +412,7 @@ def _located(folder: Path, results: list[CaptureResult], notes: list[str]) -> li
     workers = []
     for worker in results:
         artifacts = []
-        # A log may still be written in the background, so its own file may be missing.
+        # The result file tells whether the disk is shared: artifacts may still be being written.
         shares_disk = f"{worker.name}{RESULT_SUFFIX}" in seen
         for artifact in worker.artifacts:
             names = {artifact.path, artifact.path.removesuffix(".gz")}

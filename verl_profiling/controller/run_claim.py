@@ -1,7 +1,7 @@
-"""The claim of a run's folder.
+"""Claims a folder for a run.
 
-The process that creates ``run.json`` owns the folder, so two runs never share one. A crash leaves
-nothing to clean up. A resumed run is another run: it records into ``run_2``.
+The process that creates ``run.json`` owns the folder, so two runs never share a folder. There is no
+lock that a crash could leave behind. A resumed run is another run: it records into ``run_2``.
 
 If ``save_path`` is a URL, files are staged in a local folder.
 """
@@ -35,11 +35,11 @@ from verl_profiling.units import local_time, visible
 logger = logging.getLogger(__name__)
 
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
-"""Errors that last. Others, as of a full disk or a lost connection,
-may be over at the first capture.
+"""Errors that last, such as missing permission. Others, as of a full disk or a lost connection, may
+be over at the first capture.
 """
 
-_SHARE_OF_TIMEOUT = 0.8  # a claim that has no answer leaves time to record elsewhere
+_SHARE_OF_TIMEOUT = 0.8  # of timeouts.start_s; without an answer, the rest is for another folder
 _VERSIONS_OF = (
     "verl-profiling",
     "torch",
@@ -80,14 +80,14 @@ class RunPlace(msgspec.Struct, frozen=True):
 
 
 def check_folder(config: ProfilingConfig) -> None:
-    """Try whether the folder of the settings can be made and written, where it is local; leave
-    nothing.
+    """Check that a local ``save_path`` can be made and written, and leave no file there.
 
-    Ranks try at the same time. So each makes a folder of its own, in the deepest folder that
-    exists.
+    Ranks check at the same time. So each makes a folder of its own, in the deepest folder that
+    exists, and removes it.
 
     Raises:
-        ConfigError: It is refused, and will be; or the staging folder of a URL is.
+        ConfigError: The folder cannot be written for a lasting reason, or ``save_path`` is a URL
+            whose staging folder cannot be used.
     """
     if config.is_remote:
         _check_staging(config.local_folder)

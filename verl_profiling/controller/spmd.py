@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 PROBLEMS = (OSError, RuntimeError, ValueError, msgspec.MsgspecError)
 """Exceptions of a store, and of decoding its values."""
 
-HANDSHAKES = 8  # of which the shortest counts
-_HANDSHAKE_S = 2.0  # rank 0 looks once a second
+HANDSHAKES = 8  # round trips per measurement of a clock; the shortest one counts
+_HANDSHAKE_S = 2.0  # longest wait for a message: rank 0 looks once a second
 _LOOK_S = 1.0
 _FIRST_LOOK_S = 0.02  # the first captured step waits for the run's place
 
@@ -332,7 +332,7 @@ def in_a_line(error: BaseException) -> str:
 
 
 def _nested(first: list[StageSpan], second: list[StageSpan]) -> list[StageSpan]:
-    """Merge the stages of worker and callback; for a name in both lists, the first list holds."""
+    """Merge the stages of worker and callback; of a name in both lists, keep those of the first."""
     names = {span.name for span in first}
     added = [span for span in second if span.name not in names]
     if not added:

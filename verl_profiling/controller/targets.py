@@ -23,7 +23,10 @@ from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
 
 T = TypeVar("T")
 Waits = Generator[Callable[[], object], None, T]
-"""A hook as a generator of blocking functions, which the asynchronous callback runs on a thread."""
+"""Generator of blocking functions, which the callback runs in turn; it returns a ``T``.
+
+The asynchronous callback runs them on a thread, and so does not block its event loop.
+"""
 
 Send = Callable[..., list[Future[Any]]]
 
@@ -31,11 +34,14 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerLostError(ConnectionError):
-    """A worker's process cannot be called any more, or not yet; the message is a clause on it."""
+    """A worker's process cannot be called any more, or not yet.
+
+    The message is the end of a sentence about the process, e.g. ``has ended (pid 12)``.
+    """
 
 
 class Worker:
-    """One worker of a target.
+    """One worker that the callback calls, alone or in a group.
 
     Attributes:
         target: The target that the worker belongs to.

@@ -43,7 +43,7 @@ from verl_profiling.watch.sums import STAGES_OF_A_STEP, StageSums, WatchQuestion
 logger = logging.getLogger(__name__)
 
 LOOP = RankUse(lane="controller", role="controller")
-"""The process that runs the loop."""
+"""The loop's process, as step summaries name it if it is no rank of several."""
 
 MOST_WAITING = 1_000
 """Ended steps that wait for their summary, at most, unless ``watch.steps`` is more: some megabytes.
@@ -60,7 +60,7 @@ _Uses = dict[ProcessId, tuple[WorkerIdentity, list[RankUse | None]]]
 """The replies of processes: the worker, and its stages in each step."""
 
 _HANDSHAKES = 32  # the latest ones, as clocks drift; the shortest counts
-_LONGEST_WAIT_S = 1.0  # then the time that is left is asked for again: training may have ended
+_LONGEST_WAIT_S = 1.0  # of one wait for replies: the end of training shortens the time that is left
 _RESTART_PAUSE_S = 0.2  # Ray restarts the actor meanwhile
 
 
@@ -75,15 +75,15 @@ class Watch:
     Attributes:
         options: The settings.
         roster: The workers.
-        who: The process that runs the loop.
+        who: The loop's process, as step summaries name it.
         sums: The stages of the loop's process, in every step.
         summaries: The summaries of the last steps.
         listeners: Called with every summary on the watch's thread, once all workers have replied or
             the timeout is over.
-        recorders: Whether torch's flight recorders are read.
+        recorders: Chooses the steps in which torch's flight recorders are read.
         step: The current step of the loop; ``None`` between steps.
         background: Stages of the loop that overlap the steps, such as generation in the background.
-        hangs: Looks whether a step hangs, where this process logs the steps.
+        hangs: Detects a step that hangs; ``None`` in a process that does not log the steps.
     """
 
     def __init__(self, options: WatchOptions, roster: Roster, timeout_s: float) -> None:
@@ -151,8 +151,8 @@ class Watch:
             self.step.begin_ns = clock.now_ns()
 
     def takes(self, metrics: Mapping[str, Any] | None) -> None:
-        """Note the metrics ``samples`` and ``tokens`` of the open step: what the training took."""
-        # An abstract class is slow to ask, in a hook of every step.
+        """Note the metrics ``samples`` and ``tokens``: how much data the open step trained on."""
+        # dict comes first: a check against an abstract class is slow, in a hook of every step.
         if self.step is None or not isinstance(metrics, (dict, Mapping)):
             return
         taken = {name: metrics[name] for name in ("samples", "tokens") if name in metrics}
@@ -288,7 +288,9 @@ def _lanes(summary: StepSummary) -> tuple[tuple[str, ...], list[str]]:
 
 
 def judge(summaries: Sequence[StepSummary], has_workers: bool, roles: Collection[str] = ()) -> None:
-    """Set what follows from the stages of steps with the same processes.
+    """Add to step summaries what follows from the stages, such as idle time and exposed time.
+
+    All steps have the same processes.
 
     Args:
         summaries: The steps.
@@ -334,7 +336,7 @@ class WatchedWorkers:
         Args:
             steps: The steps.
             collectives: Whether the collectives that the workers entered are requested, too.
-            left_s: Returns how long to wait for replies.
+            left_s: Returns the remaining seconds to wait for replies.
         """
         times = _times_of(steps)
         uses: _Uses = {}
