@@ -1,7 +1,8 @@
-"""The loop of a run whose only process of ours is an engine's, which the plugin has hooked.
+"""Calls the callback for an engine without a trainer, e.g. a vLLM server that the plugin hooked.
 
-A step is a stretch of work: it begins with a request, and ends a second after the last one. Work
-without a pause is divided into steps. A call of an engine that returns a whole batch is a step.
+There is no training loop, so requests make the steps. A step begins with a request, and ends when
+the engine has had none for a second. Longer work is divided into several steps. If methods of the
+engine return a whole batch, like ``LLM.generate``, each call is a step.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def _say(error: Exception) -> None:
 
 
 def add_profiler(place: str, arguments: Any) -> None:
-    """Give the arguments of a vLLM engine the profiler that captures need, if they have none.
+    """Set the profiler that captures need in the arguments of a vLLM engine, unless the user chose
+    a profiler.
 
     Args:
         place: The run's folder, or a file with settings.
@@ -99,9 +101,9 @@ def start_recorder(place: str, engine: Any, batch_methods: Sequence[str] = ()) -
 
     Args:
         place: The run's folder, or a file with settings.
-        engine: The object that takes requests.
-        batch_methods: Methods that return a whole batch; none of an engine that serves requests at
-            any time.
+        engine: The object that takes requests, e.g. an ``AsyncLLM``.
+        batch_methods: Names of its methods that return a whole batch, e.g. ``generate``; empty for
+            an engine that serves requests at any time.
     """
     config = settings(place)
     taker = recorded(engine)
@@ -123,7 +125,7 @@ def start_recorder(place: str, engine: Any, batch_methods: Sequence[str] = ()) -
 
 
 class EngineServer(RolloutCaptureMixin):
-    """The object that the callback calls for the engine."""
+    """The rollout worker of the engine, which the callback calls to start and stop captures."""
 
     @property
     def requests(self) -> RequestLog:
@@ -141,7 +143,7 @@ class EngineLoop:
     """Calls the hooks of a callback for the work of one engine.
 
     Args:
-        callback: The callback, with the engine's server.
+        callback: The callback, to which the :class:`EngineServer` was added.
         requests: The log of the engine's requests.
     """
 
@@ -163,7 +165,7 @@ class EngineLoop:
 
         Args:
             engine: The object that takes requests.
-            batch_methods: Methods that return a whole batch, each call of which is a step.
+            batch_methods: Names of its methods that return a whole batch; each call is a step.
         """
         self._callback.on_train_begin()
         self._end_at_exit()
@@ -177,8 +179,10 @@ class EngineLoop:
             self._thread.start()
 
     def _end_at_exit(self) -> None:
-        """End before the callback does at exit, which would close an open step as that of a loop:
-        what is registered last runs first.
+        """At exit, end the run before the callback's own handler, which would close an open step
+        like that of a training loop.
+
+        Handlers that are registered last run first, so each step registers this one again.
         """
         atexit.unregister(self._end)
         atexit.register(self._end)
@@ -190,8 +194,9 @@ class EngineLoop:
         self._callback.on_train_end()
 
     def _idle_ns(self) -> int:
-        """Return a number that changes while no engine of this process has requests, and so none
-        can hang.
+        """Return a number that the watch takes for progress when it changes.
+
+        It changes while no engine of this process has requests, because none can hang then.
         """
         busy = self._requests.busy
         return 0 if busy is not None and busy.running else time.monotonic_ns()
@@ -258,7 +263,9 @@ class EngineLoop:
                 return
 
     def _makes_tokens(self) -> bool:
-        """Return whether the engine has progressed since the last call."""
+        """Return whether the engine has made a token since this method was last called; true if
+        nothing counts tokens.
+        """
         before = self._tokens
         self._tokens = [] if self._sums is None else [count() for count in self._sums.tokens]
         return self._tokens != before or self._sums is None
@@ -266,8 +273,9 @@ class EngineLoop:
 
 @contextmanager
 def _hidden_event_loop() -> Iterator[None]:
-    """Let the engine's coroutines run on an event loop of their own: a notebook's, or an async
-    actor's, waits for the call of the engine.
+    """Hide the running event loop, e.g. of a notebook, from the callback's hooks.
+
+    That loop waits for the call of the engine, so the hooks' coroutines need another loop.
     """
     running = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
@@ -278,7 +286,9 @@ def _hidden_event_loop() -> Iterator[None]:
 
 
 def recorded(engine: Any) -> Any:
-    """Return the engine as its adapter takes it: one with a tokenizer manager."""
+    """Return the engine in the form for its adapter: SGLang's tokenizer manager becomes an
+    attribute of an object, any other engine stays as it is.
+    """
     if hasattr(engine, "generate_request"):
         return SimpleNamespace(tokenizer_manager=engine, server_args=engine.server_args)
     return engine

@@ -44,7 +44,9 @@ def in_sglang() -> None:
 
 
 def _hook(module: str, put_in: Any) -> None:
-    """Change a module once it is imported, and once only: an engine may load a plugin twice."""
+    """Let ``put_in`` change a module after its import, and only once, because an engine may load a
+    plugin twice.
+    """
     if os.environ.get(VARIABLE) and module not in _hooked:
         _hooked.add(module)
         _tried(_await_import, module, put_in)
@@ -57,7 +59,9 @@ def _await_import(module: str, put_in: Any) -> None:
 
 
 def _tried(function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function until it fails once: what it or the engine lacks must not end the engine."""
+    """Call a function unless an earlier call failed; errors are logged, as they must not end the
+    engine.
+    """
     if function in _failed:
         return
     try:
@@ -117,7 +121,8 @@ def _first_request(method: str, batch_methods: Sequence[str] = ()) -> Any:
 
     Args:
         method: Name of the method.
-        batch_methods: Methods of the class that return a whole batch, this one among them.
+        batch_methods: Names of the class's methods that return a whole batch, with ``method``;
+            empty if the engine serves requests at any time.
     """
     place = os.environ[VARIABLE]
 

@@ -31,7 +31,7 @@ def noting(notes: list[str]) -> Iterator[None]:
 
 
 def missing(owner: Any, name: str) -> None:
-    """Report a function that a module or class does not have."""
+    """Report a function that a module or class does not have, to the block of :func:`noting`."""
     if _notes:
         _notes[-1].append(f"{owner.__qualname__}.{name}" if isinstance(owner, type) else name)
 
@@ -114,10 +114,11 @@ class Hook:
     Attributes:
         module: The framework's module.
         put_in: The function that changes the module, as ``module:function`` of
-            ``integrations.verl``.
-        records: The recorded part of a run, for messages.
+            ``integrations.verl``, e.g. ``trainer:hook_timers``.
+        records: The data that the hook records, e.g. ``tool calls of trajectories``, for messages.
         needed: Whether nothing at all is recorded without this hook.
-        part: The part of the framework with the module; runs without this part ignore the hook.
+        part: The part of verl with the module, e.g. ``v1`` or ``megatron``; runs without this part
+            ignore the hook.
         missing: Functions that the module does not have, or with other arguments; ``None`` until
             the module is imported.
     """
@@ -145,7 +146,7 @@ class Hook:
 
     @property
     def misfit(self) -> str | None:
-        """A sentence on the unrecorded part and the reason; ``None`` if the hook fits."""
+        """A sentence on the data that is not recorded, and why; ``None`` if the hook fits."""
         problem = self.problem
         return None if problem is None else f"not recorded: {self.records}, because {problem}"
 
@@ -180,10 +181,10 @@ def _tried(put_in: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 
 def misfits(parts: Container[str] | None = None) -> list[str]:
-    """Return sentences on the unrecorded parts of a run in this process, with the reasons.
+    """Return sentences on the data that no hook of this process records, with the reasons.
 
     Args:
-        parts: The parts of the framework that the run uses; ``None``: all.
+        parts: The parts of verl that the run uses, e.g. ``v1``; ``None``: all.
     """
     used = [hook for hook in _awaiting if parts is None or hook.part in parts]
     return list(dict.fromkeys(hook.misfit for hook in used if hook.misfit is not None))

@@ -68,8 +68,8 @@ class PolicyWorker(CaptureMixin):
 
     Attributes:
         policy: Returns the logits of each next token.
-        optimizer: The optimizer of its weights.
-        mini_batches: Mini-batches of a step.
+        optimizer: The optimizer of the policy's weights.
+        mini_batches: Number of mini-batches into which a step's batch is split.
     """
 
     mini_batches = 2
@@ -98,7 +98,7 @@ class PolicyWorker(CaptureMixin):
 
     @stage("update_weights")
     def gather_weights(self) -> Any:
-        """Return the weights."""
+        """Return the state dict of the policy."""
         return self.policy.state_dict()
 
     def _log_prob(self, batch: Batch) -> torch.Tensor:
@@ -137,7 +137,7 @@ class PolicyServer(RolloutCaptureMixin):
 
     @stage("update_weights")
     def load_weights(self, weights: Batch) -> None:
-        """Replace the weights."""
+        """Load a state dict into the policy."""
         self.policy.load_state_dict(weights)
 
 
@@ -150,8 +150,8 @@ class GRPOLoop:
         servers: The rollout replicas.
 
     Attributes:
-        prompts: Prompts of a step.
-        group_size: Responses to each prompt.
+        prompts: Number of prompts in a step.
+        group_size: Number of responses to each prompt.
         rng: Draws the prompts.
     """
 

@@ -9,8 +9,8 @@ The sampled task counts as the blocker, never the span that scheduled the callba
 late and the loop's thread used the CPU for most of the time, the time counts for the task. Else it
 counts against the task: other threads held the GIL, or the process got no CPU.
 
-A block often begins with a span, so the last begin or end of a span since the last sample is its
-begin.
+A block is a period in which one task keeps its event loop busy. It often begins with a span. So if
+a span began or ended since the last sample, the block begins there.
 """
 
 from __future__ import annotations
@@ -30,9 +30,17 @@ from verl_profiling import clock
 from verl_profiling.files.trajectory_log import NO_SPAN, Block, LoopRecord
 
 LOOK_S = 0.02
+"""Time between two samples."""
+
 LATE_NS = 30_000_000
+"""Time since the last sample from which a sample is late."""
+
 BLOCKED_NS = 50_000_000
+"""Lag from which an event loop counts as blocked."""
+
 PAUSE_NS = 20_000_000
+"""Time after a measured lag before the begin or end of a span measures again."""
+
 MOST_BLOCKS = 100_000
 _NEVER: Final = 1 << 62
 _LOOP = (asyncio.BaseEventLoop.run_forever.__code__, asyncio.run.__code__)
@@ -116,8 +124,8 @@ class LoopState:
     Attributes:
         loop: The loop.
         record: Number and thread of the loop, as in the trajectory file.
-        next_ns: Earliest time of the next measurement at the begin or end of a span.
-        span_ns: Last begin or end of a span.
+        next_ns: Earliest time at which the begin or end of a span measures the lag again.
+        span_ns: Time of the last begin or end of a span in the loop.
         ended: Whether measuring has ended.
     """
 
@@ -184,7 +192,7 @@ class LoopState:
         self.next_ns = now_ns + PAUSE_NS
 
     def _keep(self, now_ns: int) -> None:
-        """Record the blocks of a lag."""
+        """Record the blocks of the last lag, if it was at least ``BLOCKED_NS``."""
         samples, self._samples = self._samples, []
         if now_ns - self._due_ns >= BLOCKED_NS and len(self._lag.blocks) < MOST_BLOCKS:
             _, held_ns = self._passed(now_ns)

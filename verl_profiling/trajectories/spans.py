@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _log: Any = None
 _totals: Any = None
 _kept = False
+"""Whether :func:`trajectory` makes real trajectories, also before a capture begins."""
 _open: dict[int, Span] = {}
 
 
@@ -35,7 +36,7 @@ TRAJECTORY: Final = "trajectory"
 FAILED: Final = "failed"
 LEFT: Final = ("cancelled", "abandoned")
 """Statuses of a span that was left early without a failure."""
-_MOST_COUNTED: Final = 1 << 53  # of a counter, which the timeline draws as a float
+_MOST_COUNTED: Final = 1 << 53  # largest value of a counter, which the timeline draws as a float
 _MOST_TOKENS: Final = 1 << 40
 
 
@@ -47,7 +48,7 @@ class Span(msgspec.Struct, eq=False, gc=False):
     Attributes:
         name: Name of the span.
         request: The engine's id of the awaited request; may be set while the span is open.
-        facts: Named values, e.g. ``turns``; see :meth:`add`.
+        facts: Named values that user code passes, e.g. ``turns``; see :meth:`add`.
         status: ``failed``, ``cancelled`` or ``abandoned`` after an exception; else empty.
     """
 
@@ -263,8 +264,8 @@ def current_trajectory() -> Trajectory | None:
 
 
 def open_spans() -> list[Span]:
-    """Return the open trajectories and spans of this process that are kept,
-    in any thread or task.
+    """Return the open trajectories and spans of this process, in any thread or task; those that
+    began while nothing was recorded are unknown.
     """
     return [*_open.values()]
 

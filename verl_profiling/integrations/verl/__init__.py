@@ -30,8 +30,8 @@ EVERY = ""
 
 
 def parts_of(config: Any) -> set[str]:
-    """Return the parts of verl that a run uses: trainers, backend and engine,
-    besides :data:`EVERY`.
+    """Return the parts of verl that a run uses: trainers, backend and engine, besides
+    :data:`EVERY`. For example ``{"", "v1", "fsdp", "vllm"}``.
     """
     apart = (
         "rollout" in config
@@ -139,7 +139,7 @@ _NEEDED = ("trainer:hook_timers", "trainer:hook_v1_trainer", "trainer:hook_v0_tr
 
 
 def _await_modules() -> tuple[Hook, ...]:
-    """Let each hook wait for its module, and return all; those of one module in this order."""
+    """Let each hook wait for the import of its module; return the hooks in the table's order."""
     from verl_profiling.integrations.hooks import Hook
 
     hooks = []
@@ -155,7 +155,7 @@ def _await_modules() -> tuple[Hook, ...]:
 def _warn_of_other_verl() -> None:
     """Warn if the verl that is being imported lacks modules without which nothing is recorded.
 
-    No hook of such a module will ever run, and say so.
+    The hooks of such modules never run, so they cannot warn themselves.
     """
     from verl_profiling.integrations.hooks import usable
 

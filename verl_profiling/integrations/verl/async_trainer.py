@@ -106,13 +106,13 @@ class AsyncTrainerProfiler(Profiler):
         return True
 
     def no_step(self) -> None:
-        """Discard a step without a batch in the watch."""
+        """Let the watch discard the step that has begun, because training ends without a batch."""
         watch = self._callback.watch
         if watch is not None:
             watch.no_step()
 
     async def step_ends(self) -> None:
-        """Close the capture of an ended step."""
+        """End the step in the callback, if verl's timer of the step has ended."""
         if not self._is_over or self._step is None:
             return
         self._is_over = False
@@ -125,7 +125,7 @@ class AsyncTrainerProfiler(Profiler):
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Record the generation of a batch in the background."""
+        """Record the generation of a batch as the stage ``rollout``, in the background of steps."""
         self._generated_by = self._policy_version
         self._callback.on_generation_begin()
         try:
@@ -271,13 +271,13 @@ _ROLLOUTERS: dict[str, Callable[..., Any]] = {
     "reset_staleness": _resuming,
 }
 COROUTINES = _TRAINERS | _ROLLOUTERS
-"""Wrappers for coroutines of trainers and rollouters, by method,
-applied when a class is created.
+"""Wrappers for coroutines of trainers and rollouters by the method's name, applied when a class
+is created.
 """
 
 
 def _check(class_name: str, methods: Iterable[str], module: Any) -> None:
-    """Report coroutines that a class does not have."""
+    """Report the methods that a class of verl lacks, or does not define as coroutines."""
     owner = getattr(module, class_name)
     for name in methods:
         if not inspect.iscoroutinefunction(getattr(owner, name, None)):

@@ -295,7 +295,15 @@ def _window(rollout: Mapping[str, Any]) -> dict[str, Any]:
 def _role(
     config: Any, role: str, block: Mapping[str, Any], common: Mapping[str, Any], notes: list[str]
 ) -> dict[str, Any]:
-    """Return the settings of a role from its block."""
+    """Return the settings of a role, made from its ``profiler`` block in verl's configuration.
+
+    Args:
+        config: The whole verl configuration.
+        role: The role.
+        block: The role's ``profiler`` block.
+        common: The block ``global_profiler``.
+        notes: List that gets a sentence for each field without a counterpart.
+    """
     if not block.get("enable"):
         return {"enable": False}
     where, rollout = _BLOCKS[role], config.actor_rollout_ref.rollout
@@ -339,13 +347,13 @@ def _default_ranks(role: str, rollout: Any) -> range:
 def _notes_on_unused(
     role: str, tool: str, block: Mapping[str, Any], parents: list[Any]
 ) -> Iterator[str]:
-    """Yield a sentence for each field of a block that is set there, and has no counterpart.
+    """Yield a sentence for each field that a role's block sets, and that no setting matches.
 
     Args:
         role: The role.
-        tool: Its tool; the options of other tools are ignored by verl too.
-        block: The block.
-        parents: The blocks from which verl fills this one.
+        tool: The role's tool; verl ignores the options of other tools, too.
+        block: The role's ``profiler`` block.
+        parents: Blocks whose values verl copies into this block; copied values get no sentence.
     """
     for names, roles, why in _WITHOUT_COUNTERPART:
         for name in names:
@@ -378,7 +386,7 @@ def _engine_options(
 
 
 def _options(tool: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a tool, translated from the options of verl."""
+    """Return the options of a tool, translated from verl's ``tool_config`` of the tool."""
     if tool == "torch_memory":
         return {
             "max_entries": given.get("trace_alloc_max_entries", 100_000),

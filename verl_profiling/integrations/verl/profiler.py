@@ -61,11 +61,13 @@ class Profiler:
         trainer: The trainer.
         settings: The profiling settings.
         summaries: Step summaries of the watch that are logged with verl's next steps.
-        misfits: Sentences on the unrecorded parts of the run.
+        misfits: Sentences on data of the run that is not recorded, with the reasons.
     """
 
     stages: Mapping[str, str] = TRAINER_STAGES
-    """Stage names of the controller by timer of verl, if the two names differ."""
+    """Stage names of the controller by timer of verl, if the two names differ, e.g. ``advantage``
+    by ``adv``.
+    """
 
     def __init__(
         self,
@@ -110,8 +112,8 @@ class Profiler:
         return update(batch, *args, **kwargs)
 
     def taken(self) -> dict[str, int]:
-        """Return the samples that the training took in this step,
-        and their tokens where verl counts them.
+        """Return the numbers of samples that the training took in this step, and of their tokens
+        where verl counts them.
         """
         taken, self._taken = self._taken, {}
         return taken
@@ -121,13 +123,13 @@ class Profiler:
         return self._callback.stage(name)
 
     def begin(self, agent_loops: Any) -> None:
-        """Add the workers, and log the unrecorded parts of the run.
+        """Add the trainer's workers to the callback, and log which data is not recorded.
 
         Args:
             agent_loops: The trainer's agent loop manager.
 
         Raises:
-            ToolUnavailableError: A part is not recorded, and the settings are strict.
+            ToolUnavailableError: Some data is not recorded, and the settings are strict.
         """
         self._add_groups()
         rollouter = getattr(self.trainer, "rollouter", None)
@@ -149,7 +151,10 @@ class Profiler:
             self._callback.add_note(note)
 
     def _add_groups(self) -> None:
-        """Add the worker groups, first the profiled ones of groups that share processes."""
+        """Add the worker groups to the callback, the profiled groups first.
+
+        Of groups that share processes, the first sets the processes up.
+        """
         groups = []
         for role, name in _GROUPS:
             if hasattr(self.trainer, name):
@@ -258,7 +263,9 @@ class Profiler:
         logger.error(OFF, why)
 
     def log_rest(self) -> None:
-        """Log the remaining summaries and the numbers of the reports, when training has ended."""
+        """After training, log the waiting step summaries and the numbers of the reports to verl's
+        trackers.
+        """
         if self._tracking is None:
             return
         while self.summaries:
@@ -313,8 +320,8 @@ def log_values(
 def trainer_stage(name: str) -> AbstractContextManager[None]:
     """Return a stage of the profiled trainer in this process; without a trainer, a null context.
 
-    In a running event loop, a null context is returned too, because awaited calls are marked as a
-    whole.
+    In a running event loop, a null context is returned, too, because a stage around the whole
+    awaited call exists already.
     """
     return nullcontext() if asyncio._get_running_loop() is not None else awaited_stage(name)
 
@@ -342,10 +349,10 @@ def _joined(replies: Iterable[Sequence[str] | None]) -> list[str]:
 
 
 def can_be_profiled(config: Any, settings: ProfilingConfig) -> bool:
-    """Return whether any part of a run can be recorded; else log the reason.
+    """Return whether any data of a run can be recorded; else log the reason.
 
     Raises:
-        ToolUnavailableError: A part cannot be recorded, and the settings are strict.
+        ToolUnavailableError: Some data cannot be recorded, and the settings are strict.
     """
     parts = parts_of(config)
     notes = sentences(misfits(parts), strict=settings.strict)
@@ -356,14 +363,14 @@ def can_be_profiled(config: Any, settings: ProfilingConfig) -> bool:
 
 
 def notes_on(unrecorded: Iterable[str], *, strict: bool) -> list[str]:
-    """Log the unrecorded parts of a run, each once, and return them for the manifests.
+    """Log each sentence on data that is not recorded once, and return them for the manifests.
 
     Args:
-        unrecorded: Sentences on unrecorded parts from all processes, with repetitions.
-        strict: Whether an unrecorded part ends the run.
+        unrecorded: The sentences from all processes, with repetitions.
+        strict: Whether data that is not recorded ends the run.
 
     Raises:
-        ToolUnavailableError: A part is not recorded, and the settings are strict.
+        ToolUnavailableError: There is a sentence, and ``strict`` is set.
     """
     notes = sentences(unrecorded, strict=strict)
     let_lines_through()
@@ -388,10 +395,14 @@ def let_lines_through() -> None:
 
 
 def sentences(unrecorded: Iterable[str], *, strict: bool) -> list[str]:
-    """Return each sentence once, preceded by a warning of an untested version of verl.
+    """Return each sentence once, after a warning if the version of verl is untested.
+
+    Args:
+        unrecorded: Sentences on data that is not recorded.
+        strict: Whether data that is not recorded ends the run.
 
     Raises:
-        ToolUnavailableError: A part is not recorded, and the settings are strict.
+        ToolUnavailableError: There is a sentence, and ``strict`` is set.
     """
     notes = list(dict.fromkeys(unrecorded))
     said = [note for note in (untested(), *notes) if note is not None]

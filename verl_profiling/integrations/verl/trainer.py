@@ -112,7 +112,7 @@ class TrainerProfiler(Profiler):
         self.log_rest()
 
     def begins(self, name: str) -> AbstractContextManager[None]:
-        """Begin the step or the rollout; return the stage of any other timer."""
+        """Begin the step or the rollout by their timers; return the stage of any other timer."""
         if name == _STEP:
             self._step_begin()
         elif name == _ROLLOUT:
@@ -122,7 +122,7 @@ class TrainerProfiler(Profiler):
         return nullcontext()
 
     def ends(self, name: str) -> None:
-        """End the step or the rollout."""
+        """End the step or the rollout when its timer ends."""
         super().ends(name)
         if name == _STEP and self is active_profiler():
             self._callback.on_step_end({"policy_version/end": self._policy_version, **self.taken()})
@@ -237,8 +237,8 @@ def hook_data_loader(module: Any) -> None:
 
 
 def _loading() -> AbstractContextManager[None]:
-    """Return the stage; none in a V1 trainer, which may load a step's prompts one by one,
-    in one stage.
+    """Return the stage ``load_prompts``; none in a V1 trainer, where one stage of this name
+    already spans all loads of a step.
     """
     profiler = active_profiler()
     is_v1 = profiler is not None and hasattr(profiler.trainer, _LOADS)

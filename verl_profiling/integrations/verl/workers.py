@@ -82,9 +82,9 @@ def hook_offloading(module: Any) -> None:
 
 
 def hook_work(module: Any) -> None:
-    """Add the work of an engine's batches to the stages around them.
+    """Add the size of each batch of an engine (samples, tokens, micro-batches) to the open stages.
 
-    Not in the methods of workers, which may get the keys of a batch in place of its tensors.
+    The engine is hooked, as methods of workers may get only the keys of a batch, not its tensors.
     """
     wrap(module, "prepare_micro_batches", _with_work)
 
@@ -179,7 +179,7 @@ def _counted_mini_batch(train_batch: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def _init_capture(self: Any, settings: ProfilingConfig, role: str) -> list[str]:
-    """Set this worker up for ``role``; return sentences on unrecorded parts."""
+    """Set this worker up for ``role``; return sentences on data that is not recorded, and why."""
     engine = self.engine if hasattr(self, "engine") else (self.actor or self.ref).engine
     _mark_weight_sync(self, engine)
     if engine.engine_config.strategy == "megatron":
@@ -196,8 +196,9 @@ def _init_capture(self: Any, settings: ProfilingConfig, role: str) -> list[str]:
 
 
 def _mark_weight_sync(worker: Any, engine: Any) -> None:
-    """Mark the parts of the worker's weight updates,
-    on the objects of its backend and rollout engine.
+    """Mark the parts of a worker's weight updates, e.g. ``gather`` and ``transfer``, as stages.
+
+    The hooked methods are those of this worker's own objects, e.g. of its rollout engine.
     """
     if "get_per_tensor_param" in vars(engine):
         return  # the worker was set up before
@@ -218,8 +219,9 @@ def _gathering(get_tensors: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _gathered(tensors: Iterator[Any], log: SpanLog) -> Iterator[Any]:
-    """Record the host's time in making the tensors, in a few hundred parts,
-    each at its last tensor.
+    """Yield the tensors, and record the host's time in making them as stages ``gather``.
+
+    One stage stands for several tensors, so that there are a few hundred; it ends at the last one.
     """
     begin_ns = clock.now_ns()
     spent_ns = whole_ns = 0
@@ -256,10 +258,10 @@ def add_capture_methods(
 
     Args:
         cls: A class of verl, before ``ray.remote`` makes an actor of it.
-        default: The mixin that replies before the setup of the process.
+        default: The mixin that answers calls before ``init_capture`` has set the process up.
         awaited: Whether the methods are coroutines. Plain methods start and stop recordings on the
             event loop's thread.
-        registered: verl's decorator for each method.
+        registered: Decorator for each method; verl's ``register`` for methods of worker groups.
     """
     for name in _METHODS:
         setattr(cls, name, registered((_awaited if awaited else _called)(name)))
@@ -286,7 +288,7 @@ def add_actor_methods(actor_class: type[Any], role: str) -> None:
     """Add the capture methods and ``init_capture`` to a class of plain Ray actors."""
 
     def init_capture(self: Any, settings: ProfilingConfig, rank: int, world_size: int) -> list[str]:
-        """Set this worker up; return sentences on unrecorded parts in its process."""
+        """Set this worker up; return sentences on data that its process does not record."""
         self._verl_profiling = AgentLoopCaptureMixin()
         self._verl_profiling.init_capture(settings, role=role, rank=rank, world_size=world_size)
         return misfits()
