@@ -1,1 +1,1 @@
-"""Computes and shows the use of a step's lane-seconds."""
+"""Builds the report of a step: how its lanes spent their time; and shows it in each format."""

@@ -104,7 +104,7 @@ def _parts(
     devices: list[tuple[list[Lane], Mapping[str, Spans]]],
     explanation: Explanation | None,
 ) -> dict[str, dict[str, float]]:
-    """Return the parts (s) of causes of idle time that are divided further."""
+    """Return the seconds of causes of idle time by what happened meanwhile, for some causes."""
     parts = {}
     if explanation is not None:
         for cause in lost.BEHIND_TRAJECTORIES:

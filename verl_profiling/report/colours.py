@@ -1,7 +1,8 @@
 """Colours of stages and causes, as classes of ``page/page.css``.
 
 Known stages have the first classes ``s0``, ``s1``, ..., in order of the list. The next ones are
-shared by stages and causes with other names. A longer list needs as many more classes.
+shared by stages and causes with other names. If the list grows, the file needs as many more
+classes.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def stage_class(name: str) -> str:
 
 
 def cause_key(cause: str) -> str:
-    """Return the class of ``page.css`` for the colour of a cause,
-    by its name or the part before ``:``.
+    """Return the class of ``page.css`` for the colour of a cause: of its name, else of the part
+    before ``:``.
     """
     return _CAUSE_KEYS.get(cause) or _CAUSE_KEYS.get(cause.partition(":")[0]) or _other(cause)
 

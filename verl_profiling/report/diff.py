@@ -1,9 +1,8 @@
 """Compares two steps or two runs: changes of stages, lanes, causes and kernels, and their noise.
 
 Compared are medians over the captured steps of each side, and over all steps of the watch's log;
-runs of the watch need no captures. The noise
-is half the range over the steps of a side, the larger of both sides. Noise is known only if each
-side has several steps.
+runs with a watch need no captures. The noise is half the range over the steps of a side, the larger
+of both sides. Noise is known only if each side has several steps.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         return abs(self.change_s) > (self.noise_s or 0.0)
 
     def is_slower_by(self, share: float) -> bool:
-        """Return whether the time grew by more than a share, a time and the noise."""
+        """Return whether the time grew by more than a share, :data:`LEAST_S` and the noise."""
         is_large = self.change_share is None or self.change_share > share
         return is_large and self.stands_out and self.change_s > LEAST_S
 
@@ -121,8 +120,8 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     """All changes, the largest of each kind first.
 
     Attributes:
-        before: Number of steps of A.
-        after: Number of steps of B.
+        before: Number of captured steps of A, the side before.
+        after: Number of captured steps of B, the side after.
         changes: One entry per number that at least one side has.
         logged: Number of steps in the watch's log of A and of B.
     """
@@ -178,8 +177,8 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def slower_than(self, share: float) -> list[Change]:
-        """Return the step and the stages that became slower by more than a share, a time and the
-        noise.
+        """Return the step and the stages that became slower by more than a share, :data:`LEAST_S`
+        and the noise.
 
         Stages below 1 % of the step are ignored, and so is the capture's own cost.
 
@@ -206,7 +205,7 @@ def compare(
     logged: tuple[Sequence[StepSummary], Sequence[StepSummary]] = ((), ()),
     explained: Mapping[str, tuple[float, float]] = MappingProxyType({}),
 ) -> Diff:
-    """Compare the steps of two sides.
+    """Compare the steps of A (before) and B (after).
 
     Args:
         before: Reports of the captured steps of A.
@@ -237,8 +236,7 @@ def _parts(
     before: Sequence[Report],
     after: Sequence[Report],
 ) -> Iterator[Change]:
-    """Yield the change of a step by part, or by stage of the loop where the parts leave most of it
-    open.
+    """Yield the change of the step by part, or by stage if the parts explain less than half of it.
 
     Captures of other processes or stages have few parts in common, but each has the loop's stages.
     """
@@ -279,7 +277,10 @@ _Numbers = dict[_Key, float]
 
 
 def _join(*sides: list[_Numbers]) -> None:
-    """Join causes of requests on both sides, if one side has them joined only."""
+    """Add up causes of requests on both sides that one side has only as a sum.
+
+    An example is ``first token`` for ``queued`` and ``prefill``.
+    """
     causes = [
         {name for numbers in side for kind, name in numbers if kind == "trajectory"}
         for side in sides
@@ -355,8 +356,9 @@ def _values(key: _Key, steps: list[_Numbers]) -> list[float]:
 
 
 def middle(values: Sequence[float]) -> tuple[float, float]:
-    """Return the range of some values without a tenth of them at each end,
-    at least one of five or more.
+    """Return least and largest value, without a tenth of the values at each end.
+
+    Of five values or more, at least one is left out at each end.
     """
     ordered, cut = sorted(values), min(-(-len(values) // 10), (len(values) - 1) // 4)
     return ordered[cut], ordered[-1 - cut]
@@ -379,7 +381,7 @@ def print_run(steps: Sequence[Mapping[str, float]], which: str, console: Console
 
     Args:
         steps: Time of each step, and of its stages, by name (s).
-        which: Kind of the steps.
+        which: Kind of the steps, for the title of the table.
         console: Where to print it.
     """
     if len(steps) < 2:
@@ -408,7 +410,7 @@ def print_run(steps: Sequence[Mapping[str, float]], which: str, console: Console
 
 
 def _trend(values: Sequence[float], least: float) -> str:
-    """Return the jump in a run, or the drift over it; empty if it may be chance, or is small."""
+    """Return the jump in a run, or the drift over it, as text; empty if small or perhaps chance."""
     ordered, third = sorted(values), len(values) // 3
     ranks = [bisect_left(ordered, value) + bisect_right(ordered, value) for value in values]
     if third == 0 or ordered[0] == ordered[-1]:

@@ -40,10 +40,11 @@ class Rule(NamedTuple):
     """A rule for findings: a row of the table.
 
     Attributes:
-        name: Name of the rule; of a rule with a sentence, the cause of the devices' idle time.
+        name: Name of the rule; also the cause of idle time, if ``losses`` is a sentence.
         threshold: Share of time above which a change is usually worth the effort.
-        losses: Function that yields the measured losses, or a sentence on idle devices.
-        advice: Suggested remedy, if there is one that no prediction has.
+        losses: Function that yields the measured losses; or a sentence on devices idle for one
+            cause.
+        advice: Suggested remedy; empty if there is none, or if predictions show it.
         stage: Stage that the rule is about: ``""`` for the time in no stage, ``None`` for any.
     """
 
@@ -91,7 +92,7 @@ def _findings(report: Report, rules: Iterable[Rule]) -> Iterator[Finding]:
 
 
 def _names_no_culprit(finding: Finding, report: Report) -> bool:
-    """Return whether a finding has no culprit.
+    """Return whether a finding names nobody to look at.
 
     Such a finding suggests to record more, or is about CPUs without operators.
     """
@@ -199,7 +200,7 @@ _FIRST = (
     ),
 )
 _RANKED = (
-    Rule(  # of the trajectories' time
+    Rule(  # the threshold is a share of the trajectories' time
         "loop_blocked",
         losses.BLOCKED,
         losses.blocked,

@@ -43,7 +43,7 @@ _PATH = "critical path"
 _LEAST_SHARE = 0.0005  # least share of the step of a drawn part of the critical path
 _ROLE = re.compile(r"(.*?)(?:_rank)?\d*")
 _REASONS = {"straggler": "slower than the others", "long_tail": "last in the rollout"}  # by rule
-_CURVES = ("load", "communication", "waiting")  # one without anything in it is empty
+_CURVES = ("load", "communication", "waiting")  # a curve of zeros is left empty
 
 
 def picture(report: Report) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _part(row: PathRow) -> GanttSpan:
 
 
 def _reasons(report: Report) -> dict[str, str]:
-    """Return why lanes stand out, by lane."""
+    """Return why lanes stand out, e.g. ``last in the rollout``, by name of the lane."""
     reasons: dict[str, str] = {}
     for finding in report.findings:
         reason = _REASONS.get(finding.rule)
@@ -255,7 +255,7 @@ def table(
         title: Label of the table for screen readers.
         headings: Headings of the columns.
         rows: A cell for each column.
-        keys: Classes of the colour key before each row's first cell.
+        keys: CSS class of the coloured square before each row's first cell.
     """
     if not rows:
         return ""
@@ -275,7 +275,7 @@ def table(
 
 
 def stacked(parts: Iterable[tuple[str, float, str]]) -> str:
-    """Return a stacked bar; each part has a colour key, a share and a name."""
+    """Return a stacked bar; each part has the CSS class of its colour, a share and a name."""
     bar = "".join(
         f'<i class="{escape(key)}" style="flex-grow: {100 * share:.3f}" '
         f'title="{escape(f"{name}: {share:.1%}")}"></i>'

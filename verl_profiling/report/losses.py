@@ -54,11 +54,11 @@ that the response was the last.
 """
 
 BLOCKED = 0.02
-"""Share of the trajectories' time in blocks from which other losses follow from blocks."""
+"""Blocks of event loops that cost this share of the trajectories' time explain other losses too."""
 LATE_REPLICA = 0.05
-"""Share of the observed time of all devices from which the last replica is late."""
+"""The last replica is late if devices wait for it for this share of their observed time."""
 POLLS = 0.05
-"""Share of the step from which sleeps between polls explain the time after the last response."""
+"""Sleeps between polls of this share of the step explain the time after the last response."""
 
 
 class Loss(NamedTuple):
@@ -82,7 +82,10 @@ class Loss(NamedTuple):
 def _of_trajectories(
     losses: Callable[[Report, Rollout], Iterable[Loss]],
 ) -> Callable[[Report], Iterator[Loss]]:
-    """Return a function for a rule: every device loses the time that trajectories lose."""
+    """Return the function of a rule, from one that yields losses of a rollout.
+
+    Every device loses the time that trajectories lose, so seconds are multiplied by the devices.
+    """
 
     def of_report(report: Report) -> Iterator[Loss]:
         if report.rollout is not None and report.rollout.seconds:
@@ -122,7 +125,7 @@ def stragglers(report: Report) -> Iterator[Loss]:
 
 
 def _data_or_machine(row: StragglerRow) -> str:
-    """Return a sentence on how much of a lead is the data's, and how much the machine's."""
+    """Return a sentence on a slow worker: how much of its extra time its data and machine cause."""
     if row.data_us is None:
         return f" Data or machine: {row.fitted}." if row.fitted not in ("", NO_WORK) else ""
     data_us = min(max(row.data_us, 0.0), row.lead_us)
@@ -170,7 +173,7 @@ def communication(report: Report) -> Iterator[Loss]:
 
 
 def idle(report: Report, cause: str, text: str) -> Loss:
-    """Return the idle time of devices with a cause, and the largest parts of the cause."""
+    """Return the loss of idle time with a cause; the sentence names the cause's largest parts."""
     advice = ""
     if _largest_part(report, cause) == LOOP_LAG and _loops_are_blocked(report):
         advice = "unblock the event loops first, which cause most of this time"
@@ -266,7 +269,7 @@ def _largest_part(report: Report, cause: str) -> str:
 
 
 def _mostly(report: Report, cause: str) -> str:
-    """Return the largest parts of a cause, as a part of a sentence."""
+    """Return the three largest parts of a cause, as a part of a sentence."""
     parts = _parts(report, cause)
     whole = sum(parts.values())
     if not whole:
@@ -277,8 +280,9 @@ def _mostly(report: Report, cause: str) -> str:
 
 
 def host_bound(report: Report) -> Iterator[Loss]:
-    """Yield the host-bound time that all lanes of a role share;
-    more of one lane belongs to a straggler.
+    """Yield the host-bound time, of each device at most the median of its role.
+
+    More of one device belongs to a straggler.
     """
     rows = [row for row in report.devices if row.device == report.on_devices]
     by_role = grouped(rows, lambda row: tuple(row.roles))

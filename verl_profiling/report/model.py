@@ -22,9 +22,9 @@ class Finding(msgspec.Struct, frozen=True):
     """One finding: a sentence on lost time.
 
     Attributes:
-        rule: Name of the rule; ``docs/report.md`` gives its threshold.
+        rule: Name of the rule, e.g. ``straggler``; ``docs/report.md`` gives its threshold.
         text: A sentence with its number.
-        advice: Suggested remedy, if there is one that no prediction has; else ``""``.
+        advice: Suggested remedy; ``""`` if there is none, or if it is one of ``what_would_help``.
         seconds: Lane-seconds at stake, by which findings are sorted. Findings on missing data come
             first, findings on the capture's own cost last.
         lanes: The lane at fault, if known; else the lanes that lost time, sorted by lost time.
@@ -43,7 +43,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The report of one step.
 
     Attributes:
-        schema_version: Version of this schema.
+        schema_version: Version of the names and meanings of these fields.
         directory: Folder of the step.
         step: Number of the step, if known.
         policy_version: Version of the weights, if the loop reports one.
@@ -53,7 +53,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         stages: Stages, in order of time.
         workers: One row per lane.
         engines: One row per lane of a rollout engine.
-        tail: Tail of the rollout.
+        tail: Wait of the rollout for its last replicas; ``None`` if unknown.
         stragglers: One row per stage and role with several workers.
         work: The work given to workers by stage, and to engines by requests, as far as it is known.
         collectives: The collectives with the longest waits.
@@ -61,11 +61,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         lost: Lane-seconds that are idle or wait for other ranks, by cause, largest first,
             ``unexplained`` last; lanes that share a device count once.
         throughput: Tokens per time, if their number is known.
-        gantt: Runs of stages.
+        gantt: Runs of the stages of the loop and of workers.
         findings: At most five findings.
         clocks: Measured clock offsets of hosts other than the controller's, which all numbers
             correct.
-        coverage: Completeness of the report.
+        coverage: Which of the expected traces were read.
         metrics: The loop's metrics of the step.
         notes: Notes of the capture, at most a hundred of them.
         measures: Numbers that workers recorded, such as the peak memory of their stages.
@@ -89,8 +89,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         what_would_help: Predicted effects of single changes, the largest first.
         critical_path: The chain of work that made the step as long as it was, in order of time; the
             durations add up to ``span_us``.
-        unmatched_us: Communication without known calls of other ranks, and graphs that are one
-            event each, summed over lanes (unknown waits).
+        unmatched_us: Communication whose waits are unknown, summed over lanes: calls that match no
+            call of other ranks, and CUDA graphs that are one event each.
         capture_steps: All steps of the continuous capture, if the step is one of several.
             ``measures``, ``costs``, events in ``coverage`` and some notes are of the whole capture.
     """
@@ -215,7 +215,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def whose(self) -> str:
-        """Unit of total times: ``device`` if some lanes share a device, else ``lane``."""
+        """Owner of total times: ``device`` (as in device-seconds) if lanes share one, else
+        ``lane``.
+        """
         if self.shares_devices:
             return "device"
         return "lane"

@@ -35,7 +35,7 @@ _MOST_BARS = 600
 _MOST_LABELS = 12
 _MOST_LINES = 3  # times in the title of a bar; a table has all
 _FLEX = 1e6  # CSS leaves a part of a bar empty where the factors add up to less than 1
-_THINNEST = 0.01  # part of a bar, as a share of the axis: two pixels
+_THINNEST = 0.01  # thinnest part of a bar that is drawn, as a share of the axis: two pixels
 _MOST_STAGES = 15
 _MOST_CAPTURES = 1000
 
@@ -236,7 +236,7 @@ def _mark(step: _Step, total: float, top: float) -> dict[str, str]:
     """Return the sign above a bar with its meaning, if it has one."""
     if step.captured:
         return {"▼": "captured"}
-    # sums differ in their last digits
+    # sums of floats differ in their last digits
     if total > 1.001 * top:
         return {"▲": "beyond the axis"}
     return {}

@@ -29,8 +29,8 @@ class Figure(NamedTuple):
     Attributes:
         title: Name of the figure.
         value: The number, with its unit.
-        line: Line on the parts of the value.
-        key: Class of the colour key before the line.
+        line: Text beside the value: what it is a part of, or is made of.
+        key: CSS class of the coloured square before the line; empty for none.
     """
 
     title: str
@@ -124,8 +124,8 @@ def request_sentences(request: RequestedCapture | None) -> Iterator[str]:
 
 
 def sentences(report: Report) -> Iterator[str]:
-    """Yield sentences on facts that are in no table: end of the rollout, idle sides, clocks,
-    read traces.
+    """Yield sentences on facts that are in no table: end of the rollout, idle training or rollout,
+    clocks, read traces.
     """
     tail = report.tail
     if tail:
@@ -205,7 +205,8 @@ def _idle_side(
         other: The cause, if the side waits for the other one.
         rate: Samples per second of the other side.
         own_rate: Samples per second of this side.
-        words: This side, what the other one does, what this one could do without the wait.
+        words: Name of this side, and what the other one does and this one could do, e.g.
+            ``trainer``, ``generation makes``, ``training could take``.
     """
     if idle.share < _LEAST_WAIT:
         return

@@ -32,7 +32,7 @@ class Cell(NamedTuple):
 
 
 def named(text: str, link: str = "") -> Cell:
-    """Return the cell of a name, which may be a stranger's, with a link."""
+    """Return the cell of a name, with a link; control characters in it are shown as escapes."""
     shown = visible(text)
     return Cell(shown, shown, link)
 
@@ -58,8 +58,8 @@ class Table(NamedTuple):
     Attributes:
         name: Name of the JSON field, the CSV file, the frame and (capitalized) the heading.
         note: Sentence below the table, or a function that returns the sentence.
-        most: Number of rows on the page.
-        key: Function that returns the colour key of a row.
+        most: Maximum number of rows on the page.
+        key: Function that returns the CSS class of a row's colour.
         field: Field of :class:`~verl_profiling.numbers.columns.Rollout` with the rows; empty for a
             field of the report.
         shown: Function that returns the shown rows, if they differ from the rows of the data.
@@ -177,7 +177,7 @@ def _number(value: float, field: str, unit: str) -> str:
 
 _CURVES = ("load", "communication_load", "waiting_load")
 _LEAST_PART = 0.0005  # share that is shown: 0.1% and more
-_LARGE_PART = 0.2  # of what a stage in half of its time would bring
+_LARGE_PART = 0.2  # of the time that a stage in half of its time would save
 _LOST = {cause: f"lost_{cause}_us" for cause in (*CAUSES, OTHER_RANKS)}
 
 
@@ -242,8 +242,9 @@ def _lost(report: Report) -> list[_Part]:
 
 
 def _causes(report: Report) -> list[CauseRow]:
-    """Return the rows of trajectories' time by cause;
-    ``loop lag`` is named with its largest blocker.
+    """Return the rows of trajectories' time by cause.
+
+    The cause ``loop lag`` is named with the call that causes most of it.
     """
     if report.rollout is None:
         return []
@@ -264,9 +265,9 @@ def _causes(report: Report) -> list[CauseRow]:
 
 
 def _helps(report: Report) -> list[HelpRow]:
-    """Return the changes that would help, with one stage at most that takes a part of its time.
+    """Return the changes to show, with at most one that only makes a stage shorter (``--scale``).
 
-    Left out are stages in which another change brings a large part of that.
+    Left out are stages in which another change saves a large part of that.
     """
     largest_us: dict[str, float] = {}
     for row in report.what_would_help:

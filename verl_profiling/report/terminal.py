@@ -33,9 +33,9 @@ _WIDTH = 100
 _FINDINGS = 2
 _MOST_ROWS = 64  # of each table with ``--all``
 _FIRST = {"what_would_help": 3, "suspects": 6, "stages": 6, "trajectory_causes": 4, "lost": 3}
-"""Rows of each table of the first screen."""
+"""Tables of the first screen, each with its largest number of rows."""
 _LEAST = 16
-"""Length that a text is not shortened below on the first screen."""
+"""Least length that a cell is shortened to on the first screen."""
 _PROBLEMS = 2
 _BEFORE_UNIT, _JOIN = re.compile(r"(?<=\d) (?=(?:s|ms|us|ns)\b)"), "\ue000"
 
@@ -201,7 +201,7 @@ def _print_table(report: Report, name: str, console: Console, *, everything: boo
 
 
 def _is_detail(row: Any) -> bool:
-    """Return whether a row is a part of another one, or of validation."""
+    """Return whether a row is nested (e.g. a stage inside a stage), or of validation."""
     return bool(getattr(row, "depth", 0) or getattr(row, "validate", False))
 
 

@@ -1,5 +1,5 @@
-"""Shows the log of a run's watch: a sentence on the steps, the captures so far,
-a frame of ``top``.
+"""Shows the log of a run's watch: a sentence on the steps, the captures so far, a frame of the
+command ``top``.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def logged_steps(
 ) -> list[StepSummary]:
     """Return the steps of a run, in order.
 
-    After a run resumed from an earlier step, repeated steps replace the earlier ones. A line of a
-    step that has not ended is of a hang.
+    After a run resumed from an earlier step, repeated steps replace the earlier ones. Lines of a
+    step that has not ended are left out: they are of a hang.
 
     Args:
         lines: Lines of the log, in order of logging.
@@ -131,7 +131,10 @@ def slowest(seconds: Sequence[float]) -> int:
 
 
 def excess(stages: Sequence[Mapping[str, float]], index: int) -> tuple[str, float] | None:
-    """Return the stage with the largest excess over its median in a step, and the excess (s)."""
+    """Return the stage that exceeds its median most in a step, and by how much (s).
+
+    ``None`` if no stage does.
+    """
     usual = {name: median(row.get(name, 0.0) for row in stages) for name in stages[index]}
     over = {name: took - usual[name] for name, took in stages[index].items()}
     name = max(over, key=lambda name: over[name], default=None)
@@ -141,8 +144,13 @@ def excess(stages: Sequence[Mapping[str, float]], index: int) -> tuple[str, floa
 
 
 class Thresholds(msgspec.Struct, frozen=True):
-    """Thresholds of a run's watch, from its ``watch.trigger`` in ``run.json``; by default,
-    it has none.
+    """Thresholds of a run's watch, from its ``watch.trigger`` in ``run.json``.
+
+    The default is a run without thresholds.
+
+    Attributes:
+        slow_stage: Ratio of a slow stage's exposed time to its median; ``None`` if switched off.
+        window: Number of earlier steps that a step is compared with.
     """
 
     slow_stage: float | None = None
@@ -174,7 +182,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
         is_well: ``False`` if the state is a problem, e.g. the process of the run is gone.
         watch: The latest steps, in order, with the fields of ``watch.jsonl``.
         varying: Stages that vary so much that the watch detects only larger changes than its
-            threshold, with the ratio to the median that it detects within 8 steps.
+            threshold. Each has the ratio to its median that is detected within 8 steps.
         captures: Number of step folders.
         latest: Who requested each of the latest captures, by folder.
         note: Advice on capturing a step, for a run without captures.
@@ -348,7 +356,7 @@ def varying_stages(steps: Iterable[StepSummary], thresholds: Thresholds) -> dict
 
     Args:
         steps: The steps of a run; captured ones do not count.
-        thresholds: Those of the run.
+        thresholds: Thresholds of the run's watch.
 
     Returns:
         The detected ratio to the median for each stage, the largest first.

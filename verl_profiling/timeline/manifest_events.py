@@ -45,7 +45,7 @@ def controller_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int)
     stages.
 
     Args:
-        manifest: The capture.
+        manifest: Manifest of the capture.
         pids: Process id by the name of a worker (and of ``controller``).
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
     """
@@ -141,7 +141,7 @@ def path_events(path: Iterable[Slice], base_ns: int) -> list[Event]:
     """Return the slices of the critical path, in the first process.
 
     Args:
-        path: The critical path.
+        path: Slices of the critical path.
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
     """
     slices = [draw(base_ns, PATH_PID, 1, "critical path", *part) for part in path]
@@ -172,7 +172,9 @@ def request_events(worker: CaptureResult, pid: int, base_ns: int) -> list[Event]
 
 
 def _slices(request: Request, draw: Callable[..., Event]) -> Iterator[Event]:
-    """Yield the slice of a request, and one slice per part inside it if there are several parts."""
+    """Yield the slice of a request, and inside it its parts (e.g. ``queued``, ``decode``), if
+    several.
+    """
     facts = {
         "prompt_tokens": request.prompt_tokens,
         "response_tokens": request.response_tokens,

@@ -55,12 +55,12 @@ _BATCH = 4096
 
 
 class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The inputs of a process that writes one gzip member of the timeline.
+    """The inputs for writing one gzip member of the timeline: one trace or trajectory log.
 
     Attributes:
         source: The trace or log.
         output: File to write.
-        index: Index among all members, from 1; also the offset of flow ids.
+        index: Index among all members, from 1; it selects the member's range of flow ids.
         pid: First process id of the lane.
         lane_index: Index among the members of the same lane, from 0.
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
@@ -210,7 +210,7 @@ def _hashed_id(index: int, old: int | str) -> int:
     return _HASHED_IDS | int.from_bytes(digest, "big") >> 12
 
 
-_BAD = {"failed": "terrible", "cancelled": "bad"}
+_BAD = {"failed": "terrible", "cancelled": "bad"}  # names of colours in the trace format
 
 _Record = TrajectoryRecord | SpanRecord | Block
 
@@ -246,7 +246,7 @@ class _Drawn:
 
     Attributes:
         pid: Process id of the events.
-        base_ns: Time of ``ts == 0`` in the timeline, on the clock of the log.
+        base_ns: Unix nanoseconds of ``ts == 0`` in the timeline, on the clock of the log.
         rows: Names of the rows.
         placed: The selected records, each with its row.
     """

@@ -331,8 +331,8 @@ def select_ranks(inputs: StepInputs, ranks: str) -> StepInputs:
 
 
 def min_us_for_share(path: Path, share: float) -> float:
-    """Return the smallest power of two (us) with which at most a share (0 to 1)
-    of the slices is kept.
+    """Return the power of two (us) that slices have to last, so that at most a share (0 to 1) of
+    them is kept.
     """
     counts = Counter(
         math.frexp(event.dur or 0.0)[1]

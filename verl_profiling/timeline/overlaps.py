@@ -1,8 +1,8 @@
 """Moves the slices of a thread or stream that overlap another one partly to rows of their own.
 
 Perfetto before v57 leaves out a slice that begins inside another one of its row and ends after it.
-So overlap kernels of a stream with programmatic dependent launch, and annotations with the Python
-frames that open them.
+Examples are kernels of a stream with programmatic dependent launch, and annotations, which overlap
+the Python frames that open them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Row = tuple[int | str | None, int | str | None]  # process, thread
 class Overlaps:
     """Finds the slices of one trace that overlap others of their row partly, and moves them.
 
-    It keeps some 60 bytes of each slice.
+    It takes some 60 bytes of memory per slice.
     """
 
     def __init__(self, lane_index: int) -> None:
@@ -65,7 +65,10 @@ class Overlaps:
         return bool(self._moved)
 
     def _place(self, spans: Spans, numbers: NDArray[np.int32], order: Ints) -> None:
-        """Find the levels of all slices, by row and begin, longer ones first."""
+        """Find the level of each slice: 0 stays in its row, others move to a further row each.
+
+        ``order`` sorts the slices by row and begin, longer ones first.
+        """
         rows, row = list(self._numbers), -1
         opened: list[list[int]] = []  # ends of the open slices of each level, the innermost last
         for batch in np.array_split(order, len(order) // _BATCH + 1):
@@ -91,7 +94,7 @@ class Overlaps:
                 event.tid = self._flows.get((row, begin_ns), event.tid)
 
     def names(self, named: list[Event]) -> Iterator[Event]:
-        """Yield names of the new threads, and their order, from those of the others."""
+        """Yield names and places of the new threads, from those of the threads that slices left."""
         of_thread = {(event.name, event.pid, event.tid): event for event in named}
         for ((pid, tid), level), new_tid in self._tids.items():
             title = of_thread.get(("thread_name", pid, tid))
@@ -107,8 +110,7 @@ def _times_ns(event: Event) -> tuple[int, int]:
 
 
 def _level(opened: list[list[int]], begin_ns: int, end_ns: int) -> int:
-    """Return the first level on which a slice is inside the innermost open one, or alone; open it
-    there.
+    """Return the first level on which no open slice overlaps a slice partly; open the slice there.
 
     The last level takes all slices that fit no other one, also those that overlap there.
     """

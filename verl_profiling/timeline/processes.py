@@ -81,13 +81,13 @@ def draw(
 
     Args:
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
-        pid: Process.
-        tid: Thread, or row.
-        category: Category.
-        name: Name; long names are shortened.
+        pid: Process id in the timeline.
+        tid: Thread id; for a row, its number from 1.
+        category: Category of the slice, e.g. ``stage``.
+        name: Title of the slice; long names are shortened.
         begin_ns: Begin (unix ns).
         end_ns: End (unix ns).
-        about: Arguments of the slice.
+        about: Arguments that Perfetto shows for the slice.
     """
     since = begin_ns - base_ns if begin_ns > base_ns else 0
     args = NO_ARGS if about is None else msgspec.Raw(_ENCODER.encode(about))
@@ -138,8 +138,8 @@ class Processes:
     def assign(self, event: Event) -> int:
         """Return the new id for the process of an event, at the process's first event.
 
-        Marks of Kineto itself would span all processes of the timeline, so the marks get a thread
-        of the host process.
+        Instant events of Kineto itself would span all processes of the timeline, so they get a
+        thread of the host process.
         """
         old, title = event.pid, self._title
         if old in _PROFILER_LANES:
