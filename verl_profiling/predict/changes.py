@@ -32,7 +32,7 @@ from verl_profiling.steps.requests import VALIDATE
 from verl_profiling.units import duration
 
 TOOL = "tool:"
-"""Begin of the name of a tool's spans; changes have the name without it."""
+"""Prefix of the name of a tool's spans, e.g. ``tool:search``; changes have the name without it."""
 _ASSUMED = (
     "a scaled stage has the same shape, with its own delays and waits",
     "code of the host, gaps and other kernels take as long as before",
@@ -48,13 +48,13 @@ class Changes(msgspec.Struct, frozen=True):
     """Changes of a step.
 
     Attributes:
-        scale: Factor of the time in each stage, or of kernels: ``kernel:`` and a pattern of their
-            names.
-        balance: Stages that take the mean time on each worker.
+        scale: Factor of the time in a stage, such as ``{"rollout": 0.5}``, or of kernels by a
+            pattern of their names: ``{"kernel:*gemm*": 0.5}``.
+        balance: Stages in which each worker takes the mean time of all.
         no_tail: Percentage of trajectories (else requests) after which a rollout ends.
         tools: Duration of each call of a tool (s), or its factor as text, e.g. ``0.5x``.
         unblock: Tools and spans that no longer block the event loop.
-        replicas: Number of replicas.
+        replicas: Number of replicas of the rollout engine.
         steps_ahead: Steps that a rollout is ahead of the training, on devices of its own: 0 or 1.
 
     Raises:
@@ -120,7 +120,7 @@ class Changes(msgspec.Struct, frozen=True):
         )
 
     def _tool(self, name: str, value: float | str) -> float | str:
-        """Return the value of a tool after another change; a factor multiplies the value before."""
+        """Return a tool's value after one more change: ``0.5x`` multiplies, and seconds replace."""
         factor, before = factor_of(value), self.tools.get(name, "1x")
         if factor is None:
             return value
@@ -158,19 +158,20 @@ def _check_numbers(option: str, values: Any, example: str) -> None:
 
 
 class Baseline:
-    """The step that is changed, and the names in it.
+    """The recorded step, from which all changes start, and the names that changes can have.
 
     Args:
         graph: The graph of the step.
-        timed_ns: Duration of segments with other kernels, by number.
+        timed_ns: Duration of segments with changed kernels, by index of the segment.
 
     Attributes:
         graph: The graph.
         calls: Calls whose duration can be set: by name, the duration (ns) of the call around each
             segment.
-        inside: Segments by each stage around them.
+        inside: Segments by the name of each stage around them.
         blocked: Segments of loop lag by the name of the call that blocks the event loop.
         balanced: Stages that several workers of a role run at once.
+        waits: Segments that wait for something unknown.
     """
 
     def __init__(self, graph: Graph, timed_ns: Mapping[int, int] = {}) -> None:
@@ -190,7 +191,7 @@ class Baseline:
         for at, segment in enumerate(segments):
             self._add(at, segment)
         for name, of_name in [*self.calls.items()]:
-            # Lag is no call, but goes with those that cause it.
+            # Lag is no call of its own: its time goes with the call that blocks the event loop.
             is_lag = all(segments[at].kind.startswith(LOOP_LAG) for at in of_name)
             if is_lag or name == OTHERS or name.startswith(WAIT):
                 del self.calls[name]
@@ -328,9 +329,9 @@ def check_name(option: str, what: str, name: str, choices: Iterable[str]) -> Non
 
 
 def _shares(graph: Graph, stage: str) -> dict[int, float]:
-    """Return the factor of each segment of a stage for which each worker takes the mean time.
+    """Return the factors of a stage's segments with which each worker takes the mean time.
 
-    Workers that wait for each other take the mean between their collectives.
+    Ranks that wait for each other take the mean of each time between two collectives.
     """
     side_by_side = defaultdict[tuple[str, str, int], dict[int, list[int]]](dict)
     for at, segment in enumerate(graph.segments):

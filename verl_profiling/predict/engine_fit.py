@@ -3,7 +3,7 @@ requests.
 
 A running request makes one token in each iteration of its engine, and the time of an iteration
 depends on the number of running requests: the curve. The work of a request is the number of
-iterations that fit into its recorded time. Beside as many requests as recorded, it takes as long as
+iterations that fit into its recorded time. So among the recorded requests, it takes as long as
 recorded. A replay dispatches all requests anew, also with the recorded number of replicas, and each
 runs until its work is done.
 """
@@ -27,11 +27,11 @@ OPTION = "--replicas"
 _QUEUED, _DECODE = "queued", "decode"
 _IN_ENGINE = (_QUEUED, "first token", "prefill", "generate", _DECODE)
 _WAITED = 0.1  # more time in queues per time of running than this means that replicas were full
-# share of the time at each end that does not count for the usual numbers of running requests
+# share of the time with fewest, and with most, running requests that is left out as unusual
 _BRIEF = 0.01
 _LEAST = 8  # least requests to which a curve is fitted
-_SAMPLES, _LOW, _HIGH = 200, 0.05, 0.95  # of the bootstrap
-_ROUNDS = 6  # until the fit is steady
+_SAMPLES, _LOW, _HIGH = 200, 0.05, 0.95  # of the bootstrap; quantiles of its curves
+_ROUNDS = 6  # of Newton's method, until the fit is steady
 
 
 class Served(NamedTuple):
@@ -40,12 +40,12 @@ class Served(NamedTuple):
     Attributes:
         replica: Index of the replica.
         client: Trajectory of the request, else the request itself.
-        queue: Numbers of its segments in the queue.
-        segments: Numbers of its other segments in the engine, in order.
+        queue: Indexes of its segments in the engine's queue.
+        segments: Indexes of its other segments in the engine, in order.
         begin_ns: Begin of running, since the begin of the step.
         end_ns: End of running.
-        since_ns: Begin of the time in which the tokens were made.
-        tokens: Number of tokens that were made in this time.
+        since_ns: Begin of decoding; begin of running if decoding has no segment.
+        tokens: Number of tokens that were made from then on.
     """
 
     replica: int
@@ -59,7 +59,7 @@ class Served(NamedTuple):
 
     @property
     def ats(self) -> list[int]:
-        """Numbers of all its segments in the engine."""
+        """Indexes of all its segments in the engine."""
         return [*self.queue, *self.segments]
 
 
@@ -70,9 +70,9 @@ class Engines(NamedTuple):
         served: The requests.
         load: The number of running requests over time.
         slots: Most requests that a replica runs at once.
-        few: Least running requests in the capture.
-        many: Most running requests in the capture.
-        curves: Time of an iteration by the number of running requests: low, likely and high.
+        few: Least requests that a replica usually ran at once in the capture.
+        many: Most requests that a replica usually ran at once in the capture.
+        curves: Time of an iteration (ns) by the number of running requests: low, likely and high.
     """
 
     served: list[Served]
@@ -86,7 +86,7 @@ class Engines(NamedTuple):
         """Return the number of iterations of each request.
 
         Args:
-            curve: Time of an iteration by the number of running requests.
+            curve: Time of an iteration (ns), by the number of running requests.
             took_ns: Duration of each segment with the recorded replicas.
         """
         begin, end = self.load.begin, self.load.end
@@ -118,7 +118,7 @@ class Engines(NamedTuple):
         """Return a sentence on extrapolation, if replicas run other numbers of requests at once.
 
         Args:
-            spent_ns: Time by the number of running requests.
+            spent_ns: Time with each number of running requests, in the prediction.
         """
         fewest, most = _usual(spent_ns)
         if self.few <= fewest and most <= self.many:
@@ -131,14 +131,14 @@ class Engines(NamedTuple):
 
 
 def fitted(recorded: Replay, replicas: int) -> Engines:
-    """Return the engines of a step.
+    """Return the engines of a step, fitted to its requests.
 
     Args:
         recorded: The step with the recorded replicas.
         replicas: Number of replicas of the prediction.
 
     Raises:
-        ConfigError: The step lacks requests.
+        ConfigError: The step lacks tokens or whole requests, or engines serve one at a time.
     """
     graph, took_ns = recorded.graph, recorded.took_ns
     served = list(_served(graph))
@@ -220,10 +220,10 @@ class _Load:
         replicas: Number of replicas.
         begin: Begin of running of each request, since the begin of the step.
         end: End of running.
-        since: Begin of the time in which its tokens were made.
-        tokens: Number of these tokens.
+        since: Begin of the time in which its ``tokens`` were made.
+        tokens: Number of tokens of each request.
         running: Numbers of running requests, one after another and replica by replica.
-        took_ns: For how long each number lasted.
+        took_ns: For how long each of these numbers lasted.
     """
 
     def __init__(self, served: Sequence[Served]) -> None:
@@ -249,12 +249,12 @@ class _Load:
         self.took_ns = np.diff(axis)
 
     def during(self, begin_ns: Floats, end_ns: Floats, weights: Floats) -> Floats:
-        """Return the integral over a time of each request.
+        """Return the integral of a weight over one period of each request.
 
         Args:
-            begin_ns: Begin of each request's time.
-            end_ns: End of each request's time.
-            weights: What is summed over time, for each of ``running``.
+            begin_ns: Begin of each request's period.
+            end_ns: End of each request's period.
+            weights: Weight per ns at each of the numbers in ``running``.
         """
         sums = np.concatenate(([0.0], np.cumsum(weights * (self.running > 0) * self.took_ns)))
         first = np.interp(begin_ns + self._of, self._axis, sums)
@@ -262,16 +262,16 @@ class _Load:
 
 
 def _curves(load: _Load, knots: NDArray[np.int64], more: float) -> list[Floats]:
-    """Return a low, a likely and a high curve: the time of an iteration at each knot.
+    """Return a low, a likely and a high curve: the time of an iteration (ns) at each knot.
 
-    Low and high are from a bootstrap over the requests: by them, the recorded work would take least
-    and most time. Without enough requests, they are a curve in proportion to the number of running
-    requests, and a constant one.
+    Low and high are from a bootstrap over the requests: with ``more`` requests, iterations slow
+    down least and most. Without enough requests, one curve is constant, and the other in
+    proportion to the number of running requests.
 
     Args:
         load: The number of running requests over time.
-        knots: Numbers of running requests.
-        more: How many times as many requests a replica runs in the prediction.
+        knots: Numbers of running requests at which a curve has a value; it is linear between them.
+        more: Requests of a replica in the prediction, as a multiple of those in the capture.
     """
     begin, end = load.since, load.end
     has_tokens = load.tokens > 0
@@ -311,7 +311,7 @@ def _bounded(curve: Floats, knots: NDArray[np.int64], least: float) -> Floats:
     requests.
 
     Args:
-        curve: The curve.
+        curve: The time of an iteration at each knot.
         knots: Numbers of running requests.
         least: Least time at the last knot.
     """
@@ -325,7 +325,7 @@ def _bounded(curve: Floats, knots: NDArray[np.int64], least: float) -> Floats:
 
 
 def _slowdown(curve: Floats, load: _Load, knots: NDArray[np.int64], more: float) -> float:
-    """Return the mean factor of an iteration's time if all replicas run more requests at once."""
+    """Return how many times as long an iteration takes, in the mean, with ``more`` requests."""
     busy = load.running > 0
     running = load.running[busy]
     slower = np.interp(running * more, knots, curve) / np.interp(running, knots, curve)
@@ -336,7 +336,7 @@ def _usual(spent_ns: Floats) -> tuple[int, int]:
     """Return the least and the largest number of running requests, without brief times.
 
     Args:
-        spent_ns: Time by the number of running requests.
+        spent_ns: Time with each number of running requests.
     """
     spent = np.cumsum(spent_ns[1:])
     few, many = np.searchsorted(spent / spent[-1], (_BRIEF, 1 - _BRIEF)) + 1

@@ -25,7 +25,7 @@ from verl_profiling.steps.records import BEFORE, OTHERS, UNEXPLAINED
 _RESPONSES = ("decode", "generate")  # kinds whose time grows with the length of the response
 
 _LEAST_SHARE = 0.005  # least share of the step of a listed part
-_MOST_TIMES = 100  # that a value grows; what was next to nothing in A is something that only B has
+_MOST_TIMES = 100  # largest factor from A to B; what grows more was next to nothing in A
 
 
 class _Unit(NamedTuple):
@@ -33,7 +33,7 @@ class _Unit(NamedTuple):
 
     Attributes:
         step: Index of the step.
-        at: Numbers of the segments, and of delays as if they followed all segments.
+        at: Indexes of its segments; the delay of segment i of n has the index n + i.
         value: The time (ns), the tokens, or the time per token.
     """
 
@@ -93,7 +93,7 @@ def _has_tokens(graphs: Sequence[Graph]) -> bool:
 
 
 def _changes(units: _Units, others: _Units) -> tuple[dict[str, _Changes], dict[str, _Changes]]:
-    """Return the changes of A's parts to those of B, and of parts that only B has, by part."""
+    """Return by part the changes from A to B, and the removals from B of what only B has."""
     changes: defaultdict[str, _Changes] = defaultdict(list)
     gone: defaultdict[str, _Changes] = defaultdict(list)
     for (part, kind), of_part in units.items():
@@ -105,8 +105,9 @@ def _changes(units: _Units, others: _Units) -> tuple[dict[str, _Changes], dict[s
 
 
 def _in_turn(graphs: Sequence[Graph], changes: Mapping[str, _Changes]) -> dict[str, float]:
-    """Return the effect (s) of each part's changes after those before it,
-    the largest alone first.
+    """Apply the changes part by part, and return by how much each one changes the median step (s).
+
+    The part whose changes have the largest effect alone is first.
     """
     last_s = median(_spans_s(graphs))
     alone = {
@@ -124,7 +125,10 @@ def _in_turn(graphs: Sequence[Graph], changes: Mapping[str, _Changes]) -> dict[s
 def _noise_s(
     graphs: Sequence[Graph], units: _Units, recorded_s: Sequence[float], part: str
 ) -> float:
-    """Return half the range over the steps of the excess that a part causes in each of them (s)."""
+    """Return how much a part's effect on the step varies among steps: half of its range (s).
+
+    In each step, the effect is that of replacing the part's usual times by those of the step.
+    """
     usual: _Changes = []
     for (name, _), of_part in units.items():
         if name == part:
@@ -139,7 +143,7 @@ def _units(graphs: Sequence[Graph], kinds: Mapping[str, str], has_tokens: bool) 
 
     Args:
         graphs: The steps of a side.
-        kinds: Kind that each joined kind counts as.
+        kinds: Kind that a part of requests counts as, if a side has it only joined with others.
         has_tokens: Whether the tokens of both sides are recorded.
     """
     units: _Units = defaultdict(list)
@@ -166,10 +170,10 @@ def _units(graphs: Sequence[Graph], kinds: Mapping[str, str], has_tokens: bool) 
 
 
 def _owned(graph: Graph, kinds: Mapping[str, str]) -> dict[tuple[Any, ...], list[int]]:
-    """Return the numbers of segments, and of delays behind them, by what they are the time of:
+    """Return the indexes of segments and delays (:attr:`_Unit.at`) by what they are the time of:
     part, kind, outermost stage, process, and trajectory or request.
 
-    A wait is left out: what it waits for is the cause, and a rest without one is unexplained.
+    Waits for something unknown are left out, so their growth stays unexplained.
     """
     owned = defaultdict[tuple[Any, ...], list[int]](list)
     for at, segment in enumerate(graph.segments):
@@ -204,7 +208,7 @@ def _replaced(units: Sequence[_Unit], others: Sequence[_Unit]) -> _Changes:
 
 
 def _spans_s(graphs: Sequence[Graph], changes: Sequence[tuple[_Unit, float]] = ()) -> list[float]:
-    """Return the replayed steps (s)."""
+    """Return the durations of the steps (s), replayed with these factors of their times."""
     factors = [np.ones(2 * len(graph.segments)) for graph in graphs]
     for unit, factor in changes:
         factors[unit.step][unit.at] *= factor

@@ -2,7 +2,7 @@
 
 A run is a stage, a trajectory or a request. A run that waits for others is divided into segments at
 the begin and the end of each wait, so a wait is no segment: it lasts until the runs that are waited
-for have ended. Time between a segment's begin and the last end before it is the segment's delay.
+for have ended. The time from the last of these ends to a segment's begin is the segment's delay.
 
 ==================================== ================================================ ========
 edge                                 evidence                                         recorded
@@ -10,7 +10,7 @@ edge                                 evidence                                   
 next segment of the same thread      order of time                                    yes
 span of a trajectory to its request  request id                                       yes
 collective, after its last rank      calls matched by group and order                 yes
-stage of a rank of the program       begin of the last rank's, without collectives    assumed
+stage of a rank of an SPMD program   last rank enters it; no collectives are recorded assumed
 request, after another one           the engine served one at a time                  yes
 end of a wait, and release of a slot acquires followed releases of a limit of slots   assumed
 stage of the loop, and of a worker   same name; else the time inside a stage that has assumed
@@ -40,7 +40,7 @@ from verl_profiling.steps.lanes import Lane, Step
 from verl_profiling.steps.read import Content
 
 NEXT_POLL = "until the next poll"
-"""The kind of a segment that ends when the loop looks again for what it waits for."""
+"""The kind of a segment at whose end the loop polls again for the data that it waits for."""
 
 
 def graph_of(content: Content) -> Graph:
@@ -111,7 +111,7 @@ def _add_lanes(graph: Graph, step: Step, workers: int) -> None:
 
 
 def _add_polls(graph: Graph, polls: Iterable[tuple[Run, int, int]]) -> None:
-    """Let the waits for the next poll end with one."""
+    """Let each wait for the next poll end with a poll, also when a replay moves its begin."""
     for run, begin_ns, period_ns in polls:
         ends = (
             (segment.end_ns, at)
@@ -124,7 +124,10 @@ def _add_polls(graph: Graph, polls: Iterable[tuple[Run, int, int]]) -> None:
 
 
 def _add_carried(builder: GraphBuilder, root: Run, carried: Iterable[Early]) -> None:
-    """Let the work of the last step end as the next work of this step will."""
+    """Add the segments of carried work before the step.
+
+    If the similar work begins 2 s before this step ends, this one began 2 s before the step.
+    """
     segments = builder.graph.segments
     for works, mark, stage in carried:
         since_ns = root.begin_ns - (root.end_ns - mark.begin_ns)
@@ -134,19 +137,19 @@ def _add_carried(builder: GraphBuilder, root: Run, carried: Iterable[Early]) -> 
             before = list(range(first, len(segments)))
             builder.graph.carried.append(Carried(work.entry, mark.exit, before))
             builder.link(work.exit, stage.entry)  # if the work ended before the step
-        # The next work begins after this one.
+        # The next work begins after the stage that waited for this one.
         segments[mark.entry].after.append(stage.exit)
 
 
 def _before_step(
     entry: Segment, parts: Sequence[Segment], since_ns: int, until_ns: int
 ) -> Iterator[Segment]:
-    """Yield the segments of work in the last step.
+    """Yield the segments of carried work before the step.
 
     Args:
         entry: First segment of the work in this step.
-        parts: What the work did in the last step, if that is known.
-        since_ns: Begin of the work in a last step that was like this one, which the parts fill.
+        parts: Its recorded segments before the step, if any; they are stretched to fill that time.
+        since_ns: Begin of the work in the step before, if all steps are alike.
         until_ns: Begin of this step.
     """
     parts = parts or [Segment(entry.kind, since_ns, until_ns, request=entry.request)]
@@ -160,7 +163,7 @@ def _before_step(
 
 
 def _add_waits(graph: Graph, limits: Iterable[Limit]) -> None:
-    """Add the slots of limits, and what is assumed of all waits."""
+    """Add the slots of the limits of concurrency, and sentences on what is assumed of waits."""
     for limit in limits:
         graph.slots[limit.queue] = limit.slots
         place = "in" if limit.name.startswith(WAIT) else "before"
@@ -173,7 +176,7 @@ def _add_waits(graph: Graph, limits: Iterable[Limit]) -> None:
 
 
 def _mark_capture(graph: Graph, who: str) -> None:
-    """Set the time of the capture itself in the segments of the loop."""
+    """Set ``capture_ns`` of the loop's segments: their time in :attr:`Graph.capture`."""
     if not len(graph.capture):
         return
     for segment in graph.segments:

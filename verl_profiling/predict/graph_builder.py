@@ -20,14 +20,14 @@ from verl_profiling.steps.calls import Calls
 from verl_profiling.steps.lanes import Lane
 from verl_profiling.steps.requests import VALIDATE
 
-_MOST_COLLECTIVES = 5_000  # calls with the longest waits
+_MOST_COLLECTIVES = 5_000  # those with the longest waits; others get no segment
 _LAUNCHES = "c10d::"  # names of host calls that launch a collective
-# a collective of which more than this share is beside computation keeps nobody waiting
+# share of a collective that overlaps computation, above which no rank counts as waiting in it
 _HIDDEN = 0.5
 _ENTRIES = "ranks without recorded collectives wait in a stage for the last one to enter it"
 
 _Waits = tuple[list[str], str, NDArray[np.int64]]
-"""Processes that wait for the last of them, a kind, and begin and end (ns) in each of them."""
+"""Processes that wait for the last of them, the segment's kind, and begin and end (ns) in each."""
 
 
 class GraphBuilder:
@@ -37,7 +37,7 @@ class GraphBuilder:
         graph: The graph.
         calls: The matched collectives.
         name_of: Function that returns the process of a lane.
-        ranks: The ranks of the loop's program.
+        ranks: The ranks of an SPMD program, else the loop.
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class GraphBuilder:
             mine.sort()
 
     def _entries(self, ranks: Iterable[Run]) -> Iterator[_Waits]:
-        """Yield the waits of ranks for the last one to enter a stage, as the watch assumes them,
-        where no waits of theirs are recorded.
+        """Yield assumed waits of ranks without recorded collectives.
+
+        In a stage, ranks wait for the last of them to enter it; the watch assumes the same.
         """
         runs = [
             run
@@ -88,7 +89,7 @@ class GraphBuilder:
 
         Args:
             root: The step.
-            loose: Runs that are not called by the loop.
+            loose: Runs that no stage calls, such as a rollout in the background.
         """
         segments, graph = self.graph.segments, self.graph
         self.add(root, -1, (), -1)
@@ -113,7 +114,7 @@ class GraphBuilder:
                 graph.tails.setdefault(at, []).append(run.exit)
 
     def link(self, before: int, after: int) -> None:
-        """Add an edge between two segments if their times permit it."""
+        """Add an edge between two segments, if the first ended before the second began."""
         segments = self.graph.segments
         if before >= 0 and segments[before].end_ns <= segments[after].begin_ns:
             segments[after].after.append(before)
@@ -125,7 +126,7 @@ class GraphBuilder:
             run: The run.
             caller: Number of the segment that calls it, or -1.
             around: Stages around the run.
-            part: Number of the part that the run belongs to, or -1.
+            part: Index in :attr:`Graph.parts` of the worker's stage around the run, or -1.
         """
         within = (*around, run.name) if run.name and run.name not in around else around
         if part < 0 and run.role and run.name:
@@ -158,9 +159,9 @@ class GraphBuilder:
             self.add(one, at, within, part)
 
     def _own(self, own: Segment, before: int) -> tuple[int, int]:
-        """Add a time of a run without its waits; return the first and the last segment.
+        """Add the time of a run between two of its waits; return the first and the last segment.
 
-        The time is divided by the collectives in it, each one segment for all ranks.
+        The collectives in it divide this time. A collective is one segment, shared by all ranks.
         """
         first, until_ns = len(self.graph.segments), own.end_ns
         calls = self.calls.get(own.who, [])
@@ -181,8 +182,8 @@ class GraphBuilder:
         return first, self._new(own, before)
 
     def _add_pieces(self, run: Run, caller: int, around: tuple[str, ...], part: int) -> None:
-        """Add the parts of a trajectory or a request;
-        a part follows the last part that ended before it.
+        """Add the segments of a trajectory or a request;
+        each follows the last of them that ended before it.
         """
         ends: list[tuple[int, int]] = []
         begun = len(self.graph.segments)
@@ -194,7 +195,7 @@ class GraphBuilder:
             insort(ends, (one.end_ns, at))
         followed = {at for one in self.graph.segments[begun:] for at in one.after}
         last = [at for at in range(begun, len(self.graph.segments)) if at not in followed]
-        if len(last) != 1:  # the run ends when the last of them has ended
+        if len(last) != 1:  # the run ends when all of its last segments have ended
             done = Segment(
                 OWN, run.end_ns, run.end_ns, run.who, around, around, [], run.trajectory, part=part
             )
@@ -212,7 +213,7 @@ class GraphBuilder:
 
 
 def _blocks(run: Run) -> list[tuple[int, int, list[Run]]]:
-    """Return the waits of a stage or span: begin, end, and those that it waits for together."""
+    """Return the waits of a stage: begin, end, and the runs that it waits for in this time."""
     blocks: list[tuple[int, int, list[Run]]] = []
     for waited in sorted(run.waits, key=lambda waited: waited.begin_ns):
         begin_ns, end_ns = max(waited.begin_ns, run.begin_ns), min(waited.end_ns, run.end_ns)
@@ -226,7 +227,7 @@ def _blocks(run: Run) -> list[tuple[int, int, list[Run]]]:
 
 
 def _slices_of(runs: Sequence[Run], begin_ns: int) -> Slices:
-    """Return runs as slices, in times since a begin: floats have these to the nanosecond."""
+    """Return runs as slices, in ns since ``begin_ns``: a float holds no unix time to the ns."""
     who = np.unique([run.who for run in runs], return_inverse=True)[1]
     name = np.unique([run.name for run in runs], return_inverse=True)[1]
     begin = np.array([run.begin_ns - begin_ns for run in runs], float)
@@ -236,7 +237,7 @@ def _slices_of(runs: Sequence[Run], begin_ns: int) -> Slices:
 
 
 def _last_edge(run: Run, until_ns: int) -> int:
-    """Return when the last of a stage and the stages inside it began or ended before a time."""
+    """Return the last time until ``until_ns`` at which a stage, or one inside, began or ended."""
     edges_ns = [run.begin_ns]
     for inner in run.inner:
         if inner.end_ns <= until_ns:

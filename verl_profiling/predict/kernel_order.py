@@ -14,8 +14,8 @@ launch into a full queue             the work that leaves the queue             
 call of a thread that was idle       the last call of another thread                        assumed
 ==================================== ====================================================== ========
 
-The recorded time between a node and what it follows stays. So host code, latencies and gaps keep
-their time.
+A replay keeps the recorded time between a node and the nodes that it follows. So host code,
+latencies and gaps keep their time.
 """
 
 from __future__ import annotations
@@ -68,8 +68,14 @@ class Event(NamedTuple):
 
 
 class TraceContent(NamedTuple):
-    """Content of a trace; ``waits`` has what is recorded of a wait,
-    by the correlation of its call.
+    """Content of a trace.
+
+    Attributes:
+        works: Kernels and copies, by stream and begin.
+        calls: Calls of the device's runtime and driver, by begin.
+        active: Times in which each thread of the host is in an event.
+        waits: Arguments of each ``cuda_sync`` event, by the correlation of its call.
+        categories: Categories of the trace's events.
     """
 
     works: list[Event]
@@ -80,6 +86,7 @@ class TraceContent(NamedTuple):
 
 
 def read_content(source: Source, limits: Limits, communication: tuple[str, ...]) -> TraceContent:
+    """Read the calls of a trace, and its work of devices."""
     kind_of = cache(partial(kinds.kind_of, communicates=kinds.communicates(communication)))
     content = TraceContent([], [], defaultdict(list), {}, set())
     trace = Trace(source.file, limits, source.pids)
@@ -113,7 +120,7 @@ class TraceOrder:
 
     Args:
         content: The trace.
-        assumed: Number of edges by the assumption that they rest on; those of the trace are added.
+        assumed: Number of edges by the assumption that they rest on; this trace adds its own.
 
     Attributes:
         after: Nodes that each node follows, with the least time between both (ns).
@@ -129,7 +136,7 @@ class TraceOrder:
         }
         self._started = defaultdict[int, list[int]](
             list
-        )  # numbers of works by the correlation of the call
+        )  # indexes of the works that a call launches, by its correlation
         self._streams: dict[_Row, tuple[int, list[int], list[int]]] = {}
         launches = dict[int, Event]()
         for at, work in enumerate(self._works):
@@ -151,8 +158,9 @@ class TraceOrder:
         return node
 
     def _follow_streams(self, launches: Mapping[int, Event]) -> None:
-        """Let works follow each other; keep the first,
-        all launches and all ends so far of each stream.
+        """Let each work follow the one before it on its stream.
+
+        Of each stream, keep the first work, and the latest launch and end so far at each work.
         """
         works = self._works
         for row, numbers in groupby(range(len(works)), lambda at: works[at].row):
@@ -232,7 +240,10 @@ class TraceOrder:
         return sorted(last, key=lambda work: work.end_ns)[-1:]
 
     def _follow_threads(self) -> None:
-        """Let instants follow each other in their thread, and where a thread takes its turn."""
+        """Let instants follow each other in their thread.
+
+        The first call of a thread that was idle follows the last call of another thread.
+        """
         rows = {node.row for node in self.after if node.kind not in WORKS}
         for end, begin in _turns({row: union(*self._content.active[row]) for row in rows}):
             self.after[self._instant(*begin)].append((self._instant(*end), 0))

@@ -1,7 +1,7 @@
 """Predictions of a step whose kernels take another time: each trace is replayed.
 
-The recorded time between a node and what it follows stays. So host code, latencies and gaps keep
-their time.
+The recorded gaps between kernels, calls and what they follow stay, so host code and latencies keep
+their time. :mod:`verl_profiling.predict.kernel_order` has what follows what.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from verl_profiling.steps.step import Source, StepInputs
 _Times = list[tuple[int, int]]
 
 KERNEL = "kernel:"
-"""Prefix of a pattern of kernel names, where ``--scale`` could also have a stage."""
+"""Prefix of a pattern of kernel names in ``--scale kernel:*gemm*=0.5``; other names are stages."""
 
 _CLOSE = 0.4  # least likeness of names that are listed as close
 _MOST_NAMES = 3
@@ -36,8 +36,15 @@ _KEPT = "collectives keep their time, with the waits for other ranks in it"
 
 
 class _Found(NamedTuple):
-    """A trace after the change: durations (ns), time of each kernel, other names,
-    and assumptions.
+    """A trace after the change.
+
+    Attributes:
+        took_ns: Changed duration of each segment.
+        kernels: Recorded time of its kernels and copies, by name (ns).
+        collectives: Names of its collectives.
+        categories: Categories of its events.
+        has_launches: Whether it has kernels with the calls that launched them.
+        assumed: Number of edges by the assumption that they rest on.
     """
 
     took_ns: list[int]
@@ -51,8 +58,8 @@ class _Found(NamedTuple):
 def with_kernels(
     inputs: StepInputs, graph: Graph, factors: Mapping[str, float]
 ) -> tuple[dict[int, int], list[str]]:
-    """Return the duration (ns) of segments with faster or slower kernels, by number, and what is
-    assumed.
+    """Return the duration (ns) of segments with faster or slower kernels, by index, and sentences
+    on what is assumed.
 
     Args:
         inputs: The step; each call reads its traces.
@@ -70,7 +77,7 @@ def with_kernels(
         times = [(segments[at].begin_ns, segments[at].end_ns) for at in owned[-1]]
         how = (source, inputs.limits, inputs.communication, dict(factors), times)
         calls.append((partial(_replayed, *how), [source]))
-    longer_ns: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by lane
+    longer_ns: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by segment and lane
     read = list[_Found]()
     for replayed, mine, source in zip(
         results(calls, inputs.ray), owned, inputs.sources, strict=True
@@ -143,7 +150,7 @@ def _replayed(
     factors: dict[str, float],
     times: _Times,
 ) -> _Found:
-    """Return a trace after the change.
+    """Return a trace in which kernels take their changed times.
 
     Args:
         source: The trace.

@@ -38,17 +38,17 @@ class Run:
         name: The stage; empty for the step, a trajectory and a request.
         begin_ns: Begin.
         end_ns: End.
-        row: Row of runs that follow each other.
-        pieces: Parts of a trajectory or request.
-        before: Parts of a trajectory before the step, if it is in a call when the step begins.
-        trajectory: Group and sample of the trajectory.
-        around: Stage that waits for the run, if the run begins earlier.
-        inner: Runs that begin because of this run.
+        row: Row of the timeline, on which runs follow each other; ``None`` without one.
+        pieces: Segments of a trajectory or request, such as its calls and waits.
+        before: Its segments before the step, if a trajectory is in a call when the step begins.
+        trajectory: ``GROUP.SAMPLE`` of the trajectory, else its number.
+        around: Stage that waits for the run, if the run begins before that stage.
+        inner: Runs inside this run, which it starts.
         waits: Runs that this run waits for.
         called: Whether a worker has a stage of the same name inside the run.
         is_cut: Whether it began before the step.
-        entry: Number of the first segment.
-        exit: Number of the last segment.
+        entry: Index of its first segment in the graph.
+        exit: Index of its last segment in the graph.
     """
 
     who: str
@@ -73,7 +73,7 @@ class Run:
         return other.begin_ns < self.end_ns <= other.end_ns
 
     def clip(self, begin_ns: int, end_ns: int) -> None:
-        """Clip the run, and everything inside it, to a time."""
+        """Clip the run, and everything inside it, to the time from ``begin_ns`` to ``end_ns``."""
         if begin_ns <= self.begin_ns and self.end_ns <= end_ns:
             return
         parts: list[Run | Segment] = [self, *self.pieces]
@@ -85,11 +85,13 @@ class Run:
 
 
 class Early(NamedTuple):
-    """Work that began in the last step, like work that begins in this step and goes on.
+    """Work that began in the step before, such as a rollout one step ahead of the training.
+
+    Similar work begins in this step and goes on in the next one.
 
     Attributes:
-        works: The work.
-        mark: Instant of the loop at which the next work begins.
+        works: The runs that are this work.
+        mark: Instant of the loop at which the similar work begins.
         stage: The stage that waits for the work.
     """
 
@@ -103,11 +105,11 @@ class LoopRuns:
 
     Args:
         step: The step.
-        graph: The graph, which gets sentences.
+        graph: The graph, which gets sentences on what is assumed or unknown.
 
     Attributes:
-        root: The step.
-        stages: The stages.
+        root: The step, as a run of the loop's process.
+        stages: The stages of the loop's process.
         ranks: The ranks of an SPMD program, else the loop.
         loose: Runs that no stage calls.
     """
@@ -135,8 +137,8 @@ class LoopRuns:
             self.root.waits.remove(run)
 
     def _goes_on_beside(self, run: Run) -> bool:
-        """Return whether a stage goes on when the step ends, beside stages that the step waits
-        for.
+        """Return whether a stage runs in the background: it is open when the step ends, and
+        overlaps the end of another stage.
         """
         end_ns = self.root.end_ns
         return run.end_ns >= end_ns and any(
@@ -145,7 +147,7 @@ class LoopRuns:
         )
 
     def _wait_by_name(self) -> None:
-        """Let stages wait for those that they are named after."""
+        """Let each stage ``wait:NAME`` wait for the stages ``NAME`` that end in it."""
         for stage in self.stages:
             named = self._by_name.get(stage.name.removeprefix(WAIT), [])
             awaited = [run for run in named if run.name != stage.name and run.ends_in(stage)]
@@ -154,8 +156,8 @@ class LoopRuns:
                 self._graph.assumed[_AWAITED] += 1
 
     def runs_of_workers(self, step: Step) -> dict[str, list[Run]]:
-        """Return the outermost stages by worker;
-        whole ranks of the loop's program are called by nobody.
+        """Return the outermost stages by worker; ranks of an SPMD program join ``loose`` instead,
+        each as one run with its stages.
         """
         of_workers = dict[str, list[Run]]()
         for worker in step.workers:
@@ -211,7 +213,7 @@ class LoopRuns:
                     stage.waits.append(run)
 
     def _for_rollouts_without_a_stage(self) -> list[Run]:
-        """Return the waits for a rollout that never ends, or that is no stage."""
+        """Return the stages ``wait:rollout`` in which no stage ``rollout`` ends."""
         waits = self._by_name.get(WAIT + ROLLOUT, ())
         return [stage for stage in waits if all(run.name != ROLLOUT for run in stage.waits)]
 
@@ -221,7 +223,7 @@ class LoopRuns:
         return stage.begin_ns <= begin_ns and end_ns <= stage.end_ns
 
     def _homes(self, run: Run, stages: Sequence[Run]) -> list[Run]:
-        """Return the stages that a run lies in, else those that it ends in."""
+        """Return those of some stages that a run lies in, else those that it ends in."""
         around = [stage for stage in stages if self._holds(stage, run)]
         return around or list(filter(run.ends_in, stages))
 
@@ -235,8 +237,8 @@ class LoopRuns:
         )
 
     def _join(self, run: Run, homes: Sequence[Run], rule: str) -> Run:
-        """Let the shortest stage, else the step, wait for a run; return it.
-        It calls runs inside.
+        """Let the shortest of some stages, else the step, wait for a run; return that stage.
+        If the run lies inside that stage, it also starts there.
         """
         home = min(homes, key=lambda stage: stage.end_ns - stage.begin_ns, default=self.root)
         self._graph.assumed[rule] += 1
@@ -250,21 +252,20 @@ class LoopRuns:
         return home
 
     def carried(self, later: Sequence[int]) -> list[Early]:
-        """Return the work that began in the last step, like work that begins in this step and goes
-        on.
+        """Return the work that began in the step before.
 
         Args:
-            later: Begins of work that goes on after the step.
+            later: Begins (ns) of work that goes on after the step.
         """
         carried = list(self._ended(later)) or list(self._going_on(later))
         for early in carried:
             self._graph.assumed[_STEADY] += 1
-            # The other works are there.
+            # Other works are recorded runs, which are in the graph already.
             self.loose += [early.mark, *(work for work in early.works if work.who == ROLLOUT)]
         return carried
 
     def _ended(self, later: Sequence[int]) -> Iterator[Early]:
-        """Yield the work for which a rollout waits that ends in the step."""
+        """Yield the work from before the step for which ``rollout`` or ``wait:rollout`` waits."""
         waiting = self._for_rollouts_without_a_stage()
         rollouts = [run for run in self._by_name.get(ROLLOUT, ()) if run not in self._beside]
         for stage in (*rollouts, *waiting):
@@ -285,15 +286,15 @@ class LoopRuns:
             yield Early(works, _mark(self.root, next_ns), stage)
 
     def _works_before_step(self, stage: Run) -> Iterator[Run]:
-        """Yield the work from before the step that a stage waits for, in place of stages around
-        it.
+        """Yield the innermost runs of workers that a stage waits for and that began before the
+        step.
         """
         for run in stage.waits:
             if run.begin_ns <= self.root.begin_ns and run.who != self.root.who:
                 yield from list(self._works_before_step(run)) or [run]
 
     def _going_on(self, later: Sequence[int]) -> Iterator[Early]:
-        """Yield the work that is like that of a rollout which goes on after the step."""
+        """Yield work from before the step that is like a rollout which goes on after the step."""
         root, waits = self.root, self._by_name.get(WAIT + ROLLOUT, ())
         for stage in self._beside:
             if stage.name != ROLLOUT:
@@ -309,18 +310,18 @@ class LoopRuns:
 
 
 def _before(root: Run, end_ns: int) -> Run:
-    """Return work that began in the last step."""
+    """Return work of which only its end in the step is known."""
     pieces = [Segment(BEFORE, root.begin_ns, end_ns)]
     return Run(ROLLOUT, "", "", root.begin_ns, end_ns, pieces=pieces, around=(ROLLOUT,))
 
 
 def _mark(root: Run, ns: int) -> Run:
-    """Return an instant of the loop."""
+    """Return an instant of the loop, as a run of no length."""
     return Run(root.who, "", "", ns, ns, pieces=[Segment(OWN, ns, ns)])
 
 
 def _stages(spans: Iterable[StageSpan], around: Run) -> Iterator[Run]:
-    """Yield the runs of stages; each joins the run around it, at last the given run."""
+    """Yield stages as runs; each is added to the run around it, the outermost to ``around``."""
     opened = defaultdict[int, list[Run]](lambda: [around])
     for span, row in stages_by_row(spans):
         who = around.who
@@ -329,7 +330,7 @@ def _stages(spans: Iterable[StageSpan], around: Run) -> Iterator[Run]:
         stack = opened[row]
         while stack[-1].end_ns < run.end_ns:
             stack.pop()
-        # The time of others is that of the stage around.
+        # The time of too deeply nested stages counts for the stage around them.
         if run.end_ns > run.begin_ns and len(stack) <= MOST_NESTED:
             stack[-1].inner.append(run)
             stack[-1].waits.append(run)
@@ -338,11 +339,11 @@ def _stages(spans: Iterable[StageSpan], around: Run) -> Iterator[Run]:
 
 
 def polled(stages: Iterable[Run]) -> Iterator[tuple[Run, int, int]]:
-    """Let stages that poll wait for the others, and then for the next poll, in place of all their
-    polls.
+    """Replace the sleeps between a stage's polls by one wait, for the poll after the last of the
+    runs that the stage waits for.
 
     Yields:
-        The wait for the next poll, the begin of the first period (ns), and the period (ns).
+        The wait for this poll, the begin of the first period (ns), and the period (ns).
     """
     for stage in stages:
         sleeps = [run for run in stage.inner if run.name == POLLING]

@@ -30,7 +30,7 @@ _NOT_STEADY = (
 CAPTURE = "capture"
 _LEAST_SHARE = 0.001  # least saved share of the step of a listed change
 _NOISE = 0.03  # share of the step added on each side of an interval: equal steps differ by as much
-# two spans are one change if one holds the other and takes at most this share longer
+# of two nested spans, the inner one is no change of its own if the times differ by at most this
 _NESTED = 0.05
 # least trajectories or requests of a rollout, for a change that leaves out its tail
 _LEAST_OF_TAIL = 10
@@ -61,8 +61,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         step: Number of the step.
         span_us: Duration of the recorded step.
         predicted_us: Duration of the predicted step.
-        low_us: Low end of the interval of the predicted step; ``None`` without replicas, steps
-            ahead, and waits for something unknown that matter.
+        low_us: Low end of the interval of the predicted step. ``None`` if nothing makes it
+            uncertain: other replicas, steps ahead, or waits for something unknown that matter.
         high_us: High end of the interval.
         changes: The changes, as options of the command.
         path: The critical path of the predicted step, in order; the durations add up to
@@ -148,12 +148,13 @@ def _interval_ns(
     """Return the durations (ns) that an interval spans: empty where no unknown wait matters.
 
     Where waits of ranks for each other are not recorded, one rank may do all the work of a stage.
+    So to balance the stage may change nothing, or shorten it to 1 / ranks.
 
     Args:
-        baseline: The step.
+        baseline: The recorded step.
         replayed: The step with the changes.
         changes: The changes.
-        assumed: Sentences on what is assumed, which get more.
+        assumed: Sentences on what is assumed; this function adds its own.
     """
     spans_ns = [replayed.span_ns]
     if baseline.waits and changes.options():
@@ -176,8 +177,8 @@ def _with_waits_ns(baseline: Baseline, replayed: Replay, changes: Changes) -> tu
     """Return the least and the longest step (ns), if waits for something unknown change with the
     work.
 
-    Such a wait is at least nothing. If all the work beside it changed like the work that changed
-    most, the wait would change alike.
+    The longest step has the stages with such waits scaled by the largest factor of any work in
+    them. The least has them scaled by the smallest factor, but is no shorter than without waits.
     """
     segments = baseline.graph.segments
     stages = {segments[at].stage for at in baseline.waits} - {""}
@@ -203,7 +204,7 @@ def _candidates(baseline: Baseline, replayed: Replay) -> Iterable[tuple[str, str
     Of nested calls of about the same length, only the tool is tried.
 
     Args:
-        baseline: The step.
+        baseline: The recorded step.
         replayed: The step with the changes so far.
     """
     graph = replayed.graph
@@ -242,7 +243,7 @@ def _calls_to_change(baseline: Baseline, replayed: Replay) -> Iterator[tuple[str
 def _is_same(
     name: str, other: str, spent: Mapping[str, int], calls: Mapping[str, Mapping[int, int]]
 ) -> bool:
-    """Return whether calls are nested and take about as long."""
+    """Return whether calls of two names are nested and take about as long as each other."""
     is_nested = bool(calls[name].keys() & calls[other].keys())
     return is_nested and math.isclose(spent[name], spent[other], rel_tol=_NESTED)
 
@@ -262,7 +263,7 @@ def _calls_on_path(replayed: Replay) -> tuple[Counter[str], set[str]]:
 
 
 def _first_stage(graph: Graph, ats: Iterable[int]) -> str:
-    """Return the outermost stage around the first of some segments in a stage."""
+    """Return the outermost stage around the first of some segments that is in a stage."""
     return next((graph.segments[at].stage for at in ats if graph.segments[at].within), "")
 
 
@@ -270,7 +271,7 @@ def _helps(baseline: Baseline, replayed: Replay, changes: Changes) -> list[HelpR
     """Return the single changes that make a step shorter, the largest effect first.
 
     Args:
-        baseline: The step.
+        baseline: The recorded step.
         replayed: The step with the changes so far.
         changes: The changes so far.
     """
@@ -325,12 +326,13 @@ def _path_row(replayed: Replay, part: PathPart, is_capture: bool, is_idle_known:
 
 
 def _without_capture(graph: Graph, part: PathPart) -> Iterator[tuple[int, int, bool]]:
-    """Divide a part of the path by the capture itself, as the table of stages is divided.
+    """Divide a part of the path into times of the capture and others, as the table of stages does.
 
-    The capture's time stays as recorded; the rest of a part takes what is left of it.
+    In a time of the capture, the loop only waits for recordings to start or stop. It stays as
+    recorded; the others are scaled to what is left of the part.
 
     Yields:
-        Begin, end, and whether it is the capture.
+        Begin, end, and whether it is a time of the capture.
     """
     segment = graph.segments[part.segment]
     since_ns, until_ns = segment.begin_ns, segment.end_ns
@@ -356,7 +358,7 @@ def _idle_us(graph: Graph, part: PathPart) -> float | None:
     if segment.who not in graph.idle:
         return None
     idle_ns = length(within(graph.idle[segment.who], segment.begin_ns, segment.end_ns))
-    # As if the idle share stayed.
+    # A changed segment keeps its recorded share of idle time.
     return idle_ns / 1000 * (part.end_ns - part.begin_ns) / max(segment.recorded_ns, 1)
 
 

@@ -5,7 +5,7 @@ assumptions on what a capture does not show: the order of requests, the time of 
 waits for whom.
 
 A replay on other replicas dispatches all requests anew, also with the recorded number of replicas.
-Each request runs until its work is done.
+Each request runs until its work, a number of engine iterations, is done.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from verl_profiling.predict.changes import Changes, check_name
 from verl_profiling.predict.engine_fit import Engines, Floats, Served, fitted
 from verl_profiling.predict.segments import Replay, followers_of, replay
 
-_ORDERS = 7  # random ones, of round robin
+_ORDERS = 7  # random orders of the clients that are tried for round robin
 
 
 def on_resources(
@@ -36,8 +36,8 @@ def on_resources(
     Args:
         found: The replay with all other changes.
         changes: The changes.
-        assumed: Sentences on what is assumed, which get more.
-        notes: Sentences on extrapolation, which get more.
+        assumed: Sentences on what is assumed; this function adds its own.
+        notes: Sentences on extrapolation; this function adds its own.
 
     Raises:
         ConfigError: The step lacks what the prediction needs.
@@ -60,10 +60,10 @@ def on_resources(
 
 
 def _rollout_beside(step: Replay) -> Iterator[Replay]:
-    """Yield the longer one of training and rollout, each with the weight update: the likely one
-    first.
+    """Yield two steps in which training and rollout run side by side: each is the longer one of
+    both, with the weight update.
 
-    The loop's own time in a rollout may be a part of the training.
+    The likely step is first. In the second, the loop's own time in a rollout counts as training.
     """
     rollout = _without(step, lambda stage, _: stage not in (ROLLOUT, WEIGHT_SYNC))
     loop = step.graph.segments[step.graph.last].who
@@ -75,8 +75,8 @@ def _rollout_beside(step: Replay) -> Iterator[Replay]:
 
 
 def _without(step: Replay, is_gone: Callable[[str, str], bool]) -> Replay:
-    """Return the replay without some times and delays,
-    by their outermost stage and their process.
+    """Return the replay without the times and delays for which ``is_gone`` is true, given their
+    outermost stage and process.
     """
     took_ns, delay_ns = list(step.took_ns), list(step.delay_ns)
     for at, segment in enumerate(step.graph.segments):
@@ -120,16 +120,16 @@ def _on_replicas(
 
 @dataclass(eq=False)
 class _Replica:
-    """A replica in a replay.
+    """A simulated replica of the engine.
 
     Attributes:
-        seconds: Time of an iteration by the number of running requests.
+        seconds: Time of an iteration (ns), by the number of running requests.
         slots: Most requests that run at once.
-        now_ns: Time of the last change.
+        now_ns: Time up to which the replica is simulated.
         made: Iterations since the begin of the step.
-        running: Iteration at which each running request ends, and its number.
-        waiting: Number and work of the requests in the queue.
-        spent_ns: Time by the number of running requests.
+        running: Iteration at which each running request ends, and the request's index.
+        waiting: Index and iterations of the requests in the queue.
+        spent_ns: Time with each number of running requests, of all replicas.
     """
 
     seconds: list[float]
@@ -141,7 +141,7 @@ class _Replica:
     waiting: deque[tuple[int, float]] = field(default_factory=deque)
 
     def advance(self, now_ns: float) -> None:
-        """Go on to a time."""
+        """Simulate the replica up to a time."""
         if self.running:
             self.made += (now_ns - self.now_ns) / self.seconds[len(self.running)]
             self.spent_ns[len(self.running)] += now_ns - self.now_ns
@@ -155,16 +155,16 @@ class _Replica:
 
 
 class _Simulation:
-    """One step as segments with their order; the requests are served by simulated replicas.
+    """A replay of the step in which simulated replicas serve the requests.
 
     Args:
         recorded: The step with the recorded replicas.
         engines: The engines of the step.
         replicas: Number of replicas.
-        curve: Time of an iteration by the number of running requests.
-        order: Numbers of the clients, by their first requests, for round robin; else, a request
-            goes to the replica with the fewest requests.
-        spent_ns: Time by the number of running requests, to which all replicas add.
+        curve: Time of an iteration (ns), by the number of running requests.
+        order: Turn of each client in round robin, by the order of their first requests. ``None``
+            sends each request to the replica with the fewest requests.
+        spent_ns: Time with each number of running requests, to which all replicas add.
 
     Attributes:
         took_ns: Duration of each segment.
@@ -195,7 +195,7 @@ class _Simulation:
         self._left = list(map(len, recorded.after))
         self._events = list[
             tuple[float, bool, int]
-        ]()  # time, whether it is an arrival, request or segment
+        ]()  # time, whether a request arrives, and its index or that of a segment that ends
         for at, before in enumerate(recorded.after):
             if not before:
                 self._begin(at, 0.0)

@@ -1,10 +1,10 @@
 """The runs of trajectories and requests, with their time as segments, and limits of concurrency.
 
-A trajectory waits in a span ``wait:NAME``, or in its own code before a call that others are in. A
-limit of n slots explains the waits if the nth last release before each acquire came just before it.
-So for each way in which a slot may be held (until the end of a later span, of the span around the
-wait, or of the trajectory), the least number of slots is computed that all holders need, and the
-share of the waits that it explains.
+A limit, such as a semaphore around a tool, has n slots. A trajectory waits for one in a span
+``wait:NAME``, or in its own code before the call. A limit explains the waits if acquire number i
+comes just after release number i - n. A slot may be held until the end of a later span, of the span
+around the wait, or of the trajectory. For each of these, the least n that all holders need is
+computed, and the share of the waiting time that it explains.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from verl_profiling.steps.records import (
     Records,
 )
 
-# a span of the holder may end this much after the next acquire: both are tasks of a loop
+# the holder's span may end this much after the next acquire: both are tasks of one event loop
 _ERROR_NS = 1_000_000
-# of the waits that a limit explains; waits for anything else are explained by chance only
+# of the waiting time that a limit has to explain; of other waits, it explains less by chance
 _LEAST_SHARE = 0.9
 _LEAST_WAITS = 3  # fewer may end with another span by chance
 _LEAST_WAIT_NS = 5_000_000  # shorter ones are code, or the way to the next task of the loop
@@ -50,7 +50,7 @@ class Hold(NamedTuple):
     Attributes:
         trajectory: Number of the trajectory.
         since_ns: Begin of the wait.
-        begin_ns: End of the wait.
+        begin_ns: End of the wait, when the trajectory gets the slot.
         end_ns: Release of the slot.
     """
 
@@ -64,7 +64,7 @@ class Limit(NamedTuple):
     """A limit of concurrency.
 
     Attributes:
-        name: Name of the spans that wait, or of the calls.
+        name: Name of the spans that wait, or of the calls before which trajectories wait.
         slots: Most trajectories that hold a slot at once.
         holds: All slots that trajectories held.
         queue: Name of its queue, which no other limit has.
@@ -77,8 +77,9 @@ class Limit(NamedTuple):
 
 
 def limits_of(records: Records, pieces: Pieces) -> list[Limit]:
-    """Return the limits that explain waits of trajectories; of processes alone, else of all
-    together.
+    """Return the limits that explain waits of trajectories.
+
+    Each process has a limit of its own if that explains the waits of all, else they share one.
 
     Args:
         records: The trajectories.
@@ -129,7 +130,7 @@ class _Waits:
         self._code = dict(zip(ends, pieces.begin[is_code].tolist(), strict=True))
 
     def limit(self, name: str, spans: list[int]) -> Limit | None:
-        """Return the limit that explains the waits in, or before, all spans of a name."""
+        """Return the limit that explains the waits in, or before, spans of a name, if one does."""
         if any(self._trajectories[self._owner[span]].cut_end for span in spans):
             return None  # slots that are held on are not known
         times = dict[int, tuple[int, int]]()  # begin and end of the wait, by span
@@ -155,8 +156,8 @@ class _Waits:
         return Limit(name, limit[0], holds, f"{name} {ordered[0]}")
 
     def _releases(self, times: Mapping[int, tuple[int, int]]) -> Iterable[dict[int, int]]:
-        """Return the end of each hold, for each way in which a slot may be released,
-        by the wait's span.
+        """Return the release of each slot by the wait's span, for each event that may release it:
+        the end of a later span, of the span around, or of the trajectory.
         """
         first, last = defaultdict[str, dict[int, int]](dict), defaultdict[str, dict[int, int]](dict)
         whole, around = dict[int, int](), dict[int, int]()
@@ -245,10 +246,10 @@ def _requests(step: Step, served: Iterable[Request]) -> Iterator[Run]:
 
 
 def _queued(records: Records, served: Mapping[int, Request]) -> dict[int, int]:
-    """Return when the request before ended, by a request's span, for engines that serve one at a
-    time.
+    """Return when the request before ended (ns), by a request's span, for engines that serve one
+    request at a time.
 
-    Such an engine never served two requests at once, though one was sent before another one began.
+    Such an engine never served two at once, though a request arrived while another one ran.
     """
     before_ns: dict[int, int] = {}
     engines: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
@@ -264,14 +265,13 @@ def _queued(records: Records, served: Mapping[int, Request]) -> dict[int, int]:
 
 
 def _acquired(parts: Sequence[Segment], holds: Sequence[tuple[Limit, Hold]]) -> list[Segment]:
-    """Return the parts of a trajectory with instants in place of waits for a slot, and what
-    releases it.
+    """Return a trajectory's segments, with an instant in place of each wait for a slot.
 
-    A slot may be released when another one is acquired, so the instants are added before the
-    releases.
+    A replay computes how long the instant waits. The segment that ends with the release of the slot
+    gets its queue in ``releases``. It may be such an instant, so these are added first.
 
     Args:
-        parts: The parts.
+        parts: The segments.
         holds: Each slot that the trajectory held, with its limit.
     """
     acquires = []
@@ -290,7 +290,7 @@ def _acquired(parts: Sequence[Segment], holds: Sequence[tuple[Limit, Hold]]) -> 
 
 
 _Spans = list[tuple[str, int, int]]
-"""Name, begin and end (ns) of nested spans, with the time before the step."""
+"""Name, begin and end (ns) of nested spans; they may begin before the step."""
 
 
 def _calls(around: _Spans) -> Calls:
@@ -302,7 +302,7 @@ class _Parts:
 
     Args:
         records: The trajectories.
-        served: The request of each span.
+        served: The engine request of each span that has one.
     """
 
     def __init__(self, records: Records, served: Mapping[int, Request]) -> None:
@@ -343,7 +343,10 @@ class _Parts:
         return kind, _calls([call for call in self._around[span] if call[2] > begin])
 
     def before(self, span: int, since_ns: int, until_ns: int) -> list[Segment]:
-        """Return a trajectory's time from its begin to an instant in a span, by open calls."""
+        """Return a trajectory's segments from its begin to an instant in a span.
+
+        Each ends where the next open call begins, and is named after the call around it.
+        """
         parts = [Segment(BEFORE, since_ns, until_ns)]
         for number, (name, begin_ns, _) in enumerate(self._around[span], start=1):
             if begin_ns < until_ns:
@@ -365,8 +368,9 @@ class _Parts:
         return parts
 
     def _add_served_alone(self, part: Segment, span: int, parts: list[Segment]) -> None:
-        """Add a part of a request in an engine that serves one at a time: its wait is no segment,
-        and the rest is one.
+        """Add a part of a request in an engine that serves one request at a time.
+
+        Its wait for the engine gives no segment, as a replay computes it. The rest is one segment.
         """
         if part.kind not in (TO_THE_ENGINE, "queued"):
             part.queue = f"replica {self._served[span].replica}"

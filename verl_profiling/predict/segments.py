@@ -1,7 +1,9 @@
 """The segments of a step, the graph that they make, and its replays.
 
-A segment is a time in which a process, a trajectory or a request does one thing. Time between a
-segment's begin and the last end before it is the segment's delay.
+A segment is a time in which a process, a trajectory or a request does one thing, such as the
+decoding of a request. Its predecessors are the segments that had to end before it. The time from
+the last of their ends to its begin is its delay. A replay computes all times anew from durations,
+delays and predecessors.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from verl_profiling.slices.slices import PathPart, path
 from verl_profiling.steps.records import LOOP_LAG
 
 OWN, WORK, DELAY = "own code", "work", "delay"
-"""Kinds of segments: one of the loop, one of workers, and the time before a segment."""
+"""Kinds of time: a segment of the loop, a segment of a worker, and the delay before a segment."""
 LAG_BY = f"{LOOP_LAG} by "
-"""Begin of the kind of loop lag whose cause is known."""
+"""Prefix of the kind of event loop lag with a known cause, e.g. ``loop lag by tool:search``."""
 
-_MOST_STEPS = 50  # until all steps are alike
+_MOST_STEPS = 50  # replays, each of the next step, until a step is like the one before
 
 Calls = tuple[tuple[str, int], ...]
-"""Name and duration (ns) of nested calls, the outermost first."""
+"""Name and duration (ns) of a trajectory's nested spans, the outermost first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,21 +37,21 @@ class Segment:
     """A time in which a process, a trajectory or a request does one thing.
 
     Attributes:
-        kind: ``own code`` of the loop, ``work`` of a worker, the collective, part of a request, or
-            cause of a trajectory's time.
+        kind: ``own code`` of the loop, ``work`` of a worker, name of a collective, part of a
+            request (``decode``), or cause of a trajectory's time (``loop lag``).
         begin_ns: Begin.
         end_ns: End.
         who: Lane, worker, or the loop.
         within: Names of the stages around the segment, the outermost first.
         around: Stages around the delay before the segment.
-        after: Numbers of the segments that end before this segment begins.
-        trajectory: Group and sample of the trajectory.
-        calls: Name and duration (ns) of each call around the segment, the outermost first.
-        part: Number in :attr:`Graph.parts`, or -1.
-        capture_ns: Time of the capture itself in a segment of the loop.
-        request: The request that the segment is a part of.
-        queue: Engine that serves such segments one at a time, or limit with a slot for each, first
-            come first served; empty for others.
+        after: Its predecessors, as indexes in :attr:`Graph.segments`.
+        trajectory: ``GROUP.SAMPLE`` of the trajectory, else its number; empty for others.
+        calls: Open spans of the trajectory; for lag, the call that blocks the event loop.
+        part: Index in :attr:`Graph.parts` of the worker's stage around the segment, or -1.
+        capture_ns: Time in which the loop only waits for recordings to start or stop.
+        request: The engine request that the segment is a part of.
+        queue: Queue in which the segment waits for a slot, first come first served: of an engine
+            that serves one request at a time, or of a limit such as a semaphore; else empty.
         releases: Queues that get a free slot at the end of the segment.
     """
 
@@ -70,12 +72,12 @@ class Segment:
 
     @property
     def waits(self) -> bool:
-        """Whether it is a wait for something unknown, and no work."""
+        """Whether it is a ``wait:NAME`` for something unknown: no limit explains it."""
         return self.kind.startswith(WAIT) and not self.queue
 
     @property
     def is_capture(self) -> bool:
-        """Whether most of its time is that of the capture itself."""
+        """Whether the loop only waits for recordings to start or stop in most of its time."""
         return 2 * self.capture_ns > self.recorded_ns
 
     @property
@@ -90,13 +92,14 @@ class Segment:
 
 
 class Carried(NamedTuple):
-    """Work that began in the last step, like other work that begins in this step and goes on in the
-    next.
+    """Work that began in the step before, such as a rollout one step ahead of the training.
+
+    All steps count as alike, so similar work begins in this step and goes on in the next.
 
     Attributes:
-        segment: Number of the segment with the rest of the work.
-        mark: Number of the segment at whose end the next work begins.
-        before: Numbers of the segments of the work in the last step, which are in no order.
+        segment: Index of the segment with the rest of the work, which is in this step.
+        mark: Index of the segment at whose end the similar work begins.
+        before: Indexes of the work's segments before the step; not in :attr:`Graph.order`.
     """
 
     segment: int
@@ -105,12 +108,12 @@ class Carried(NamedTuple):
 
 
 class Poll(NamedTuple):
-    """Times at which the loop looks for what it waits for.
+    """Polls: the loop sleeps, and looks once in each period for the data that it waits for.
 
     Attributes:
-        after: Number of the segment after which the loop begins to look.
-        tick_ns: Time from the end of the segment ``after`` to one of the looks.
-        period_ns: Time between two of them.
+        after: Index of the segment after which the loop begins to poll.
+        tick_ns: Time from the end of the segment ``after`` to the begin of the first period.
+        period_ns: Time between two polls.
     """
 
     after: int
@@ -118,33 +121,32 @@ class Poll(NamedTuple):
     period_ns: int
 
     def left_ns(self, now_ns: int) -> int:
-        """Return the time until the next one; ``now_ns`` is counted from the same segment."""
+        """Return the time until the next poll; ``now_ns`` counts from the end of ``after``."""
         return self.period_ns - (now_ns - self.tick_ns) % self.period_ns if self.period_ns else 0
 
 
 @dataclass(eq=False)
 class Graph:
-    """The segments of a step, and their order.
+    """The segments of a step, and their order; other fields name a segment by its index.
 
     Attributes:
         begin_ns: Begin of the step.
         end_ns: End of the step.
         segments: The segments.
-        last: Number of the segment with which the step ends.
-        order: Numbers of the segments, each after those in its ``after``.
-        delay_ns: Time between each segment's begin and the last end before it.
+        last: The segment with which the step ends.
+        order: All segments, each after its predecessors.
+        delay_ns: Delay before each segment: from the last end of a predecessor to its begin.
         slots: Number of slots of each queue; by default one.
-        behind: Numbers of segments that were ready before another one entered their queue, each
-            with the number of the other one.
-        parts: Role, stage and number of the run in its process, of each ``part``: the same for all
-            ranks.
-        tails: Number of a segment, and those of a rollout's trajectories or requests that it waits
-            for.
+        behind: By segment: the one that its queue served before it, though it was ready later.
+        parts: Role, name and count of each worker's stage: ``("actor", "update_actor", 2)`` is the
+            second run of the stage on its rank. Ranks have equal entries.
+        tails: By segment that waits for a rollout: the last segments of the trajectories or
+            requests that it waits for.
         idle: Time in which all lanes of a process were idle, by process.
-        capture: Time in which the loop only waited for tools.
-        carried: Work that began in the last step.
-        polls: The polls with which a segment ends, by its number.
-        assumed: Number of edges by assumption.
+        capture: Time in which the loop only waited for recordings to start or stop.
+        carried: Work that began in the step before.
+        polls: The polls of the loop, by the segment that ends with a poll.
+        assumed: Number of edges by the sentence on what they assume.
         unknown: Sentences on stages whose waits are not known.
         whole: Whether all rollouts begin and end in the step.
         lanes: Number of the step's devices, else of its workers.
@@ -182,14 +184,14 @@ class Graph:
         return [segment.recorded_ns for segment in self.segments]
 
     def with_polls(self, factors: Sequence[float]) -> Graph:
-        """Return the graph with each period of polling times the factor of its segment."""
+        """Return the graph with each polling period multiplied by its segment's factor."""
         polls = dict[int, Poll]()
         for at, poll in self.polls.items():
             polls[at] = poll._replace(period_ns=round(poll.period_ns * factors[at]))
         return replace(self, polls=polls)
 
     def close(self) -> None:
-        """Set order and delays, once all segments are there."""
+        """Compute :attr:`order`, :attr:`delay_ns` and :attr:`behind` of the added segments."""
         segments = self.segments
         in_last_step = chain.from_iterable(one.before for one in self.carried)
         placed = set(in_last_step)
@@ -212,7 +214,7 @@ class Graph:
             self.delay_ns[at] = segments[at].begin_ns - ready_ns
 
     def _place(self, at: int, placed: set[int]) -> None:
-        """Add a segment to the order, after instants of the same time that it follows."""
+        """Add a segment to the order after its predecessors, as an instant may begin with it."""
         if at not in placed:
             placed.add(at)
             for before in self.segments[at].after:
@@ -220,7 +222,7 @@ class Graph:
             self.order.append(at)
 
     def _served_ns(self, at: int, ready_ns: int, queue: _Queue) -> int:
-        """Return when the next segment of a queue had a free slot."""
+        """Return when a segment of a queue was ready and had a free slot."""
         if queue.since_ns > ready_ns:
             self.behind[at] = queue.last
         queue.since_ns = max(queue.since_ns, ready_ns)
@@ -232,9 +234,13 @@ class Graph:
 
 @dataclass(slots=True)
 class _Queue:
-    """A queue as recorded: the segment that entered last, when, and how many have.
+    """A queue, as the recorded segments enter it in order.
 
-    ``released`` has when slots became free.
+    Attributes:
+        last: The segment that entered last.
+        since_ns: When it entered.
+        entered: Number of segments that have entered.
+        released: Times at which slots became free (ns).
     """
 
     last: int = -1
@@ -244,24 +250,25 @@ class _Queue:
 
 
 class Replay:
-    """The times of a step in which each segment begins as soon as its edges, its delay and the slot
-    that it waits for permit; by the number of the segment.
+    """The times of a step after changes, by index of the segment.
+
+    A segment begins once its predecessors have ended, its delay is over, and it has a free slot.
 
     Args:
         graph: The graph.
-        took_ns: Duration of each segment; that of a segment that ends with a poll is set.
+        took_ns: Duration of each segment; the replay sets those that end with a poll.
         delay_ns: Delay before each segment.
-        given: Numbers of the segments that end before each segment.
+        given: Predecessors of each segment.
 
     Attributes:
         graph: The graph.
-        given: Numbers of the segments that end before each segment, as given to the replay.
-        after: The same, with the release of the slot that it waited for.
+        given: Predecessors of each segment, as given to the replay.
+        after: The same, with the segment that released the slot for which it waited.
         took_ns: Duration of each segment.
         delay_ns: Delay before each segment.
         end_ns: End of each segment.
-        order: Numbers of the segments, each after those in its ``after``.
-        alike: Whether the next step would be like this one.
+        order: All segments, each after its predecessors.
+        alike: Whether the next step would be like this one; :func:`replay` sets it.
     """
 
     def __init__(
@@ -296,11 +303,11 @@ class Replay:
         )
 
     def _ended_last(self, at: int) -> int:
-        """Return the predecessor of a segment that ended last; -1 without one."""
+        """Return a segment's predecessor that ended last; -1 without one."""
         return max(self.after[at], key=self.end_ns.__getitem__, default=-1)
 
     def _in_recorded_order(self) -> None:
-        """Play all segments in the recorded order, which is one after changes, too."""
+        """Compute all ends in the recorded order; predecessors come first after changes, too."""
         self.order, polls = self.graph.order, self.graph.polls
         end_ns, took_ns, delay_ns = self.end_ns, self.took_ns, self.delay_ns
         for at in self.order:
@@ -313,18 +320,18 @@ class Replay:
                 end_ns[at] = ready_ns + delay_ns[at] + took_ns[at]
 
     def _ready_ns(self, at: int) -> int:
-        """Return when all edges to a segment have ended."""
+        """Return when all predecessors of a segment have ended."""
         return max(map(self.end_ns.__getitem__, self.given[at]), default=self.graph.begin_ns)
 
     def _end(self, at: int, ready_ns: int) -> None:
-        """Set the end of a segment that may begin."""
+        """Set the end of a segment whose predecessors and slot are ready at ``ready_ns``."""
         begin_ns, poll = ready_ns + self.delay_ns[at], self.graph.polls.get(at)
         if poll and self.took_ns[at]:
             self.took_ns[at] = poll.left_ns(begin_ns - self.end_ns[poll.after])
         self.end_ns[at] = begin_ns + self.took_ns[at]
 
     def _with_queues(self) -> None:
-        """Play all segments in order of time, as each of them may free a slot for another one."""
+        """Compute all ends in order of time, as each of them may free a slot for a segment."""
         graph = self.graph
         self._place = {at: number for number, at in enumerate(graph.order)}
         self._followers = followers_of(self.given)
@@ -337,7 +344,7 @@ class Replay:
         for name, slots in graph.slots.items():
             self._free[name] = deque([None] * slots)
         self._waiting = defaultdict[str, deque[int]](deque)
-        # time, place, segment, whether it frees slots
+        # time, place in the recorded order, segment, whether its end frees slots
         self._events = list[tuple[int, int, int, bool]]()
         for at, count in self._missing.items():
             if not count:
@@ -385,13 +392,13 @@ class Replay:
             self._met(follower)
 
     def _met(self, at: int) -> None:
-        """Count one condition of a segment as met."""
+        """Count one condition as met: a predecessor ended, or the one it is behind arrived."""
         self._missing[at] -= 1
         if not self._missing[at]:
             self._enter(at)
 
     def _enter(self, at: int) -> None:
-        """Let a segment arrive once all its conditions are met."""
+        """Schedule the arrival of a segment whose conditions are all met."""
         since_ns = self._ready_ns(at)
         if at in self.graph.behind:
             since_ns = max(since_ns, self._entered_ns[self.graph.behind[at]])
@@ -404,23 +411,22 @@ def replay(
     delay_ns: Sequence[int] | None = None,
     after: Sequence[Sequence[int]] | None = None,
 ) -> Replay:
-    """Return the times of a step in which each segment begins as soon as its edges and its delay
-    permit.
+    """Return the times of a step in which each segment begins as soon as it can.
 
     A segment with a queue begins when a slot is free, after all that entered the queue before. It
-    enters when it is ready, but not before one that it was behind though it was ready earlier.
+    enters when it is ready, but not before the segment in :attr:`Graph.behind`.
 
-    A segment that ends with a poll takes what is left of the period, unless it is given no time at
-    all.
+    A segment that ends with a poll takes what is left of the period, unless its ``took_ns`` is 0.
 
-    Work that is carried over from the last step has what is left of it, as all steps are alike.
-    What is left is negative if the work ended before the step.
+    Work that began in the step before takes in this step what that one left of it. All steps count
+    as alike, so a faster rollout was also faster there. The rest is negative if the work ended
+    before the step.
 
     Args:
         graph: The graph.
         took_ns: Duration of each segment; by default as recorded.
         delay_ns: Delay before each segment; by default as recorded.
-        after: Edges to each segment; by default as recorded.
+        after: Predecessors of each segment; by default as recorded.
     """
     took_ns = graph.recorded_ns() if took_ns is None else list(took_ns)
     delay_ns = graph.delay_ns if delay_ns is None else delay_ns
@@ -443,7 +449,7 @@ def replay(
 
 
 def followers_of(after: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the segments that follow each segment, from those that it follows."""
+    """Return the successors of each segment, given its predecessors."""
     followers = [list[int]() for _ in after]
     for at, before in enumerate(after):
         for one in before:
@@ -454,8 +460,8 @@ def followers_of(after: Sequence[Sequence[int]]) -> list[list[int]]:
 def slacks_ns(replayed: Replay) -> list[int]:
     """Return how much longer each segment could take without a longer step.
 
-    A segment that the step does not wait for could go on until the end of the step. What ends
-    before a poll could go on until then.
+    A segment that the step does not wait for could go on until the end of the step. One that a
+    poll waits for could go on until that poll.
     """
     end_ns, last, polls = replayed.end_ns, replayed.graph.last, replayed.graph.polls
     latest_ns = [end_ns[last]] * len(end_ns)
