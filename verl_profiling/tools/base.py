@@ -34,8 +34,8 @@ class Destination:
     Attributes:
         folder: The existing step folder.
         lane: Lane of the recording rank, e.g. ``actor_rank0``.
-        stage: Stage, in discrete mode.
-        occurrence: Number of the stage's run in this step, from 1.
+        stage: The recorded stage, in discrete mode; ``None`` in e2e mode.
+        occurrence: 1 for the first time that the stage runs in the step, 2 for the second, ...
         metadata: Plain values that a tool may store in the artifact.
     """
 
@@ -69,7 +69,7 @@ class Output:
 
 
 class Marks(NamedTuple):
-    """The functions with which a recording marks stages inside its artifact.
+    """The functions by which stages appear inside a recording's artifact, e.g. as NVTX ranges.
 
     Both functions are called for every stage, on the stage's thread, and may take about a
     microsecond.
@@ -89,13 +89,13 @@ class Recording(ABC):
 
     @property
     def marks(self) -> Marks | None:
-        """The functions that mark stages inside the artifact;
-        ``None`` for an artifact without marks.
+        """The functions by which stages appear inside the artifact; ``None`` if they do not
+        appear there.
         """
         return None
 
     def step(self) -> None:
-        """Record the end of a mini-batch."""
+        """Note the end of a mini-batch, for tools that record a window of mini-batches."""
 
     def bytes_to_stop(self) -> int | None:
         """Return the additional memory (bytes) that a stop and export would need now; ``None`` if
@@ -120,21 +120,27 @@ class Recording(ABC):
         """Stop recording and write nothing."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Return numbers for the manifest, after the stop: ``stage/<name>/<what>_<unit>``.
+        """Return numbers for the manifest, after the stop, named ``stage/<name>/<what>_<unit>``.
 
-        In discrete mode the highest value of all runs of a stage is kept.
+        For example ``stage/update_actor/peak_allocated_bytes``. If discrete mode records a stage
+        several times, the highest value is kept.
         """
         return {}
 
 
 class EngineRanges(Protocol):
-    """The ranges that a launched tool records of a process and its children, one at a time."""
+    """The ranges, i.e. recorded periods, of a process and its children, under a tool that started
+    the process, like Nsight Systems. At most one range is open.
+    """
 
     def check(self, who: str) -> None:
-        """Check that a range of a lane can be opened and is recorded.
+        """Check that a range can be opened, and that the tool will record it.
+
+        Args:
+            who: Lane of the range, for errors.
 
         Raises:
-            CaptureStateError: A range is open, or no more ranges are recorded.
+            CaptureStateError: A range is open, or the tool records no more ranges.
             OSError: The begin of a range cannot be logged.
         """
 
@@ -152,7 +158,7 @@ class EngineRanges(Protocol):
         Args:
             artifact: The artifact as expected.
             run: The run's folder.
-            keep: ``False`` for a warm-up.
+            keep: ``False`` for a warm-up, whose report is discarded.
         """
 
 
@@ -209,8 +215,8 @@ class Tool(ABC):
         """
 
     def engine_ranges(self) -> EngineRanges | None:
-        """Return the ranges of an engine that this process has launched under the tool; ``None``
-        for a tool with which the engine's ranks write files.
+        """Return the ranges that record an engine which runs under the tool, as this process does;
+        ``None`` for a tool with which the engine's ranks write files themselves.
 
         Raises:
             ToolUnavailableError: This process was not started under the tool.
@@ -256,9 +262,9 @@ def imported(module: str, tool: str, package: str = "'verl-profiling[train]'") -
     """Import and return a module that a tool needs.
 
     Args:
-        module: The module.
-        tool: Name of the tool.
-        package: The argument of ``pip install`` for the module.
+        module: Name of the module, e.g. ``torch``.
+        tool: Name of the tool, for the error.
+        package: The argument of ``pip install`` for the module, for the error.
 
     Raises:
         ToolUnavailableError: The module is not installed, or cannot be loaded.

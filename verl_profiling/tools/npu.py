@@ -66,19 +66,19 @@ class NpuOptions:
     """Options of the ``npu`` tool.
 
     Attributes:
-        activities: The recorded activities.
+        activities: Whose events are recorded: the host's (``cpu``) and the device's (``npu``).
         level: Amount of recorded data of the device. ``level0``: operators; ``level1``: also CANN's
             calls and AI core metrics; ``level2``: also CANN's runtime and caches; ``none``: mstx
             ranges only.
         aic_metrics: AI core metrics; by default ``PipeUtilization`` if the level has any.
-        stack: Python stacks of every op. Costly.
-        shapes: Shapes of the inputs of every op.
-        memory: Allocations.
-        modules: Names of the modules to which ops belong.
+        stack: Record the Python stack of every op. Costly.
+        shapes: Record the input shapes of every op.
+        memory: Record allocations of memory.
+        modules: Record the name of the module to which each op belongs.
         mstx: Show stages as mstx ranges, above the device's operators.
         export: Formats that the analysis writes. A timeline needs ``text``.
         analysis: Convert the recording into readable files, in a separate process.
-        analysis_s: Deadline of the analysis, in seconds.
+        analysis_s: Seconds after which an analysis is ended.
         mini_batches: Keep only a window of mini-batches; ``None`` for everything.
     """
 
@@ -273,7 +273,7 @@ def _has_data(recorded: Path, *parts: str) -> bool:
 
 
 def _analysed(recorded: Path, artifact: Artifact, options: NpuOptions) -> Artifact:
-    """Run torch_npu's missing analysis on a recording; return the artifact with its status.
+    """Run torch_npu's analysis on a recording that lacks it; return the artifact with its status.
 
     A rollout engine may have analysed its recording itself. A recording of only the host is
     analysed again, because torch_npu converts the host's times with the wrong clock.

@@ -41,9 +41,9 @@ class NsysOptions:
     """Options of the ``nsys`` tool.
 
     Attributes:
-        trace: APIs that are traced.
-        ranges: Number of ranges that a process opens; by default computed from the schedule and the
-            selected stages.
+        trace: APIs to trace, as in ``nsys profile --trace``.
+        ranges: Number of recordings that a process makes, as Nsight Systems has to know it at its
+            start; by default computed from the schedule and the selected stages.
         arguments: Further arguments of ``nsys profile``, or other values for the arguments that the
             tool sets: ``{"gpu-metrics-devices": "all", "cuda-graph-trace": "node", "sample":
                 "process-tree"}``.
@@ -151,8 +151,9 @@ class _NsysRecording(Recording):
 
 
 class Ranges:
-    """The ranges of this process and its children, one at a time,
-    with the numbers of Nsight Systems.
+    """The ranges, i.e. recorded periods, of this process and its children.
+
+    At most one range is open. Nsight Systems counts ranges, and numbers its reports alike.
     """
 
     def __init__(self) -> None:
@@ -174,6 +175,9 @@ class Ranges:
     def check(self, who: str) -> None:
         """Check that Nsight Systems records another range, and that the file of ranges can be
         written.
+
+        Args:
+            who: Lane of the range, for errors.
 
         Raises:
             CaptureStateError: A range is open, or Nsight Systems expects no more ranges.
@@ -217,7 +221,7 @@ class Ranges:
         Args:
             artifact: The artifact as expected.
             run: The run's folder.
-            keep: ``False`` for a warm-up.
+            keep: ``False`` for a warm-up, whose report is discarded.
 
         Returns:
             The artifact, ``pending`` until the report is collected.
@@ -244,7 +248,7 @@ _ranges = Ranges()
 
 
 def process_ranges() -> Ranges:
-    """Return the ranges of this process."""
+    """Return the only :class:`Ranges` object of this process."""
     return _ranges
 
 

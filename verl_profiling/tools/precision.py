@@ -56,7 +56,7 @@ class PrecisionOptions:
 
 
 def watch_model(model: Any) -> None:
-    """Set the model whose modules the levels ``L0`` and ``mix`` record in this process.
+    """Set the model whose modules are recorded in this process, if ``level`` is ``L0`` or ``mix``.
 
     Args:
         model: A ``torch.nn.Module``. Only a weak reference to the model is kept.

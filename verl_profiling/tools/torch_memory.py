@@ -32,9 +32,9 @@ class TorchMemoryOptions:
 
     Attributes:
         max_entries: Number of the latest allocations and frees to keep; each takes some kilobytes.
-        steps: Number of captured steps in one history, with the steps between them. Each captured
-            step has a snapshot of the history so far. In discrete mode every stage has its own
-            history.
+        steps: Number of captured steps that one history of allocations covers, with the steps
+            between them. Each captured step has a snapshot of the history so far. In discrete mode
+            every stage has its own history.
         oom_folder: Folder for a snapshot of the first allocation that fails outside captures. If
             set, the history is recorded in every step, captured or not.
         peaks: Record the peaks of allocated and reserved bytes of each stage. This resets torch's
@@ -48,7 +48,7 @@ class TorchMemoryOptions:
 
 
 class _Accelerator(NamedTuple):
-    """The interface that torch and torch_npu have in common.
+    """The functions for memory histories that torch and torch_npu have in common.
 
     Attributes:
         memory: ``torch.cuda.memory`` or ``torch_npu.npu.memory``.
@@ -157,6 +157,9 @@ class _MemoryRecording(Recording):
 class _History:
     """The only allocation history of this process, which may continue between recordings.
 
+    torch keeps one history, and the application may record one itself, which this class leaves
+    alone.
+
     Attributes:
         recording: The recording that gets a snapshot of a failed allocation, if any.
         folder: Folder for the snapshot of a failed allocation outside recordings; ``None`` for no
@@ -175,6 +178,11 @@ class _History:
     ) -> None:
         """Begin an empty history, unless the current history still covers this step (option
         ``steps``).
+
+        Args:
+            accelerator: The functions of torch or torch_npu.
+            options: Options of the tool.
+            covers_step: Whether a whole step is recorded, which counts for ``options.steps``.
 
         Raises:
             CaptureStateError: The application records a history of its own.

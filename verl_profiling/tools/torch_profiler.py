@@ -66,11 +66,12 @@ class TorchOptions:
     """Options of the ``torch`` tool.
 
     Attributes:
-        activities: The recorded activities; ``None`` for all that this machine has.
+        activities: Whose events are recorded: the host's (``cpu``) and a device's; ``None`` for all
+            that torch can record here.
         stack: Record Python stacks of every op. Costly: about three times the events.
         shapes: Record the input shapes of every op.
-        memory: Record allocations. torch then records only the thread that starts the capture, so
-            this must be the thread that trains.
+        memory: Record allocations of memory. torch then records only the thread that starts the
+            capture, so this must be the thread that trains.
         mini_batches: Keep only a window of mini-batches; ``None`` for everything.
     """
 
@@ -181,7 +182,7 @@ class TorchTool(Tool):
 
 @cache
 def _experimental_options() -> frozenset[str]:
-    """Return the used experimental options, as far as this torch has them."""
+    """Return those of the options ``profile_all_threads`` and ``trace_only`` that torch has."""
     from torch._C._profiler import _ExperimentalConfig
 
     signature = inspect.getdoc(_ExperimentalConfig.__init__) or ""

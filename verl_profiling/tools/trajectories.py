@@ -50,8 +50,8 @@ class TrajectoriesOptions:
 
     Attributes:
         max_spans: Maximum number of spans that a process keeps in a capture, and also of
-            trajectories. Each takes about 400 bytes of memory. Further ones are only counted and
-            reported.
+            trajectories. Each takes about 400 bytes of memory. Further spans and trajectories are
+            only counted and reported.
     """
 
     max_spans: Positive = 200_000
@@ -144,7 +144,10 @@ class OpenLog:
             self._left_out[type(span)] += 1
 
     def span_of(self, task: object) -> int:
-        """Return the number of a task's innermost open span, for the sampling thread."""
+        """Return the position of a task's innermost open span in ``spans``, or -1.
+
+        The thread that samples event loops calls this.
+        """
         spans = self.spans
         for number in reversed(range(max(0, len(spans) - _LOOKED_THROUGH), len(spans))):
             if spans[number].task is task and not spans[number].end_ns:
