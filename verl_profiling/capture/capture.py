@@ -39,7 +39,7 @@ HANDOVER_S = 30.0
 """Longest wait (s) of a stop for the thread that started the tools."""
 
 _LOOK_S = 0.2
-"""Least time between two readings of the memory that a stop needs, as each reads /proc."""
+"""Least time (s) between two checks whether a stop would need too much memory: each reads /proc."""
 
 T = TypeVar("T")
 
@@ -62,9 +62,10 @@ class Capture:
     waits until the owner begins or ends a stage.
 
     Attributes:
-        completions: Functions of other parts of the process that add to the result.
-        whole: Whether the tools record the whole capture as one, not each stage separately.
-        drives: Whether stages start and stop tools, so that this object must receive the stages.
+        completions: Functions that change the result at the end, e.g. to add a log of requests.
+        whole: Whether the tools make one recording of the whole capture, not one per stage.
+        drives: Whether tools start or stop at a stage: in discrete mode, or because only their
+            owner may stop them. If so, this object must receive the stages, else ``log`` does.
 
     Args:
         request: The callback's request.
@@ -258,10 +259,9 @@ class Capture:
         self._metrics[f"stage/{stage.name}/process_peak_rss_bytes"] = float(process_peak_bytes())
 
     def _end_what_is_too_large(self) -> None:
-        """Stop each tool whose recording would need too much memory to be written:
-        ``limits.memory_share``.
+        """Stop each tool whose recording would need too much memory to be written.
 
-        Stages and other tools are still recorded.
+        The limit is the setting ``limits.memory_share``. Stages and other tools are still recorded.
         """
         now_s = time.monotonic()
         if not self.request.keep or now_s < self._looked_s + _LOOK_S or not self._may_stop_here():
@@ -335,7 +335,7 @@ class Capture:
             self._guarded(running, running.recording.discard)
 
     def _mark_spans(self) -> None:
-        """Mark stages in the artifacts of the tools that support marks."""
+        """Let each tool that can (``Recording.marks``) show stages in its artifact as ranges."""
         marks = list(filter(None, (running.recording.marks for running in self._running)))
         if len(marks) == 1:
             self.log.begin_mark, self.log.end_mark = marks[0]
@@ -355,8 +355,9 @@ class Capture:
         self._enter(tool, destination, status="failed", reason=reason)
 
     def _enter(self, tool: Tool, destination: Destination, **fields: Any) -> None:
-        """Add or replace a tool's artifact; tools without files have an artifact only
-        after a failure.
+        """Add a tool's artifact, or replace the one with the same path.
+
+        A tool that writes no file, such as ``spans``, has an artifact only after a failure.
         """
         if tool.suffix or fields.get("status") == "failed":
             artifact = replace(destination.artifact(type(tool)), **fields)

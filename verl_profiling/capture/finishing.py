@@ -1,7 +1,8 @@
 """Background work after a capture, while training goes on: compression, uploads and ``after``
 hooks.
 
-A hook of ``after`` cannot disturb training: it has a thread, a timeout, and a file for its output.
+An ``after`` hook is a command from the settings ``after``. It cannot disturb training: it has a
+thread, a timeout, and a file for its output.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _LOGS = "after"
 _LOOK_AGAIN_S = 0.25  # each look reads the manifest
-_GRACE_S = 5.0  # for a command that handles SIGTERM
+_GRACE_S = 5.0  # from SIGTERM to SIGKILL, for a command that handles SIGTERM
 
 
 @dataclass(eq=False)
@@ -102,7 +103,7 @@ def finish(
         background: Thread for the work.
         request: The capture.
         done: Called with the artifact's final status, if there is work.
-        complete: Adds the fields that are not from the tool.
+        complete: Adds fields that the tool does not know, e.g. begin and end of the recording.
     """
     compress = output.finish
     upload = request.upload
@@ -129,9 +130,7 @@ def finish(
 
 
 def _uploaded(folder: Path, upload: Upload, artifact: Artifact) -> Artifact:
-    """Upload a finished artifact; return the artifact,
-    after a failure with its local path and the reason.
-    """
+    """Upload a finished artifact; return it, after a failure with its local path and the reason."""
     local = folder / artifact.path
     if not local.exists():  # empty or failed, or removed meanwhile
         return artifact
@@ -157,7 +156,7 @@ class AfterHooks:
     """The ``after`` hooks of one process.
 
     Args:
-        hooks: The settings, by name.
+        hooks: The settings of the hooks, by name.
 
     Attributes:
         background: Runs the hooks.

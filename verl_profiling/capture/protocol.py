@@ -25,14 +25,15 @@ class CaptureStart(msgspec.Struct, frozen=True, kw_only=True):
     """The message that starts a capture; a further one with the same ``capture_id`` joins it.
 
     Attributes:
-        capture_id: Unique within the run; different for each window of a rollout.
-        run_id: The run.
+        capture_id: Unique within the run. In discrete mode, each rollout of an engine has its own:
+            ``<id of the capture>/1``, ``/2``, ...
+        run_id: Name of the run.
         step: First step of the capture.
         folder: Absolute path of the step folder; a missing folder is created.
         policy_version: Version of the weights, if the loop reports one.
         stage: The only stage of the capture: ``rollout`` for engines in discrete mode, else
             ``None``.
-        occurrence: Number of the stage's run in this step, from 1.
+        occurrence: Index of the rollout in this capture, from 1, if ``stage`` is set.
         keep: ``False`` for a warm-up, which is discarded.
         last: Whether this is the last capture of the schedule.
         upload: The upload target of the files, if ``folder`` only stages them.
@@ -72,7 +73,7 @@ class StartReply(msgspec.Struct, frozen=True):
     """The reply to ``start_capture``.
 
     Attributes:
-        identity: The worker; names with the same host and ``pid`` share a process.
+        identity: The worker; workers with the same host and ``pid`` share a process.
         status: ``recording``, ``armed`` (waits for a stage), ``joined`` (a colocated role
             started this capture already), ``skipped`` (not selected, or switched off) or
             ``refused`` (this process cannot make a capture with the selection of the request).

@@ -47,7 +47,9 @@ _WORST_FIRST: tuple[CaptureStatus, ...] = ("failed", "truncated", "empty", "ok",
 
 
 class Slot:
-    """The result, hooks and background work of one recorder, which makes one capture at a time.
+    """The result, hooks and background work of a process's session, or of an engine's recorder.
+
+    Both make one capture at a time.
 
     Attributes:
         file: The result file of the open capture, or else of the last capture.
@@ -63,7 +65,9 @@ class Slot:
     def result(
         self, capture_id: str | None, identity: WorkerIdentity, open_now: CaptureStart | None
     ) -> CaptureResult:
-        """Return the result of the last capture again, or a result ``skipped`` if nothing is open.
+        """Return the result for a stop without an open capture of that id.
+
+        It is the result of the last capture again, if the id is the same; else ``skipped``.
 
         Args:
             capture_id: The capture to stop; ``None`` for any.
@@ -118,13 +122,13 @@ def measured(
 class ResultFile:
     """Writes ``<name>.result.json`` at the stop, and again after each artifact is finished.
 
-    Several windows of one step share one file.
+    An engine in discrete mode makes a recording (window) of each rollout; all share one file.
 
     Args:
         background: Thread that uploads the file.
 
     Attributes:
-        request: The capture, or its last window.
+        request: The request of the capture, or of its last window.
         result: The result so far.
     """
 
@@ -137,9 +141,7 @@ class ResultFile:
     def opened(
         self, request: CaptureStart, role: RoleConfig, identity: WorkerIdentity
     ) -> ResultFile:
-        """Return the file of a new capture: a new file,
-        or for a further window of the step this one.
-        """
+        """Return the file for a new capture, or this file for a further window of the capture."""
         same_step = capture_of(self.request.capture_id) == capture_of(request.capture_id)
         file = self if same_step else ResultFile(self.background)
         window = result_of(
@@ -160,8 +162,10 @@ class ResultFile:
         return stopped and capture_id in (None, self.request.capture_id)
 
     def is_settled(self) -> bool:
-        """Return whether all artifacts are finished,
-        except artifacts for ``verl-profiling collect``.
+        """Return whether no artifact is being compressed or uploaded any more.
+
+        Artifacts that wait for ``verl-profiling collect`` do not count: only they are ``pending``
+        with a ``reason``.
         """
         return not any(
             artifact.status == "pending" and not artifact.reason
@@ -255,7 +259,7 @@ class ResultFile:
 
 
 def _merged(results: list[CaptureResult]) -> CaptureResult:
-    """Return one result for several windows of a worker, with the capture id of the last window."""
+    """Return one result for several windows of an engine, with the last window's capture id."""
     worst = min(results, key=lambda result: _WORST_FIRST.index(result.status))
     last = results[-1]
     joined: dict[str, list[Any]] = {}
@@ -277,9 +281,7 @@ def _merged(results: list[CaptureResult]) -> CaptureResult:
 
 
 def _with_artifact(result: CaptureResult, finished: Artifact) -> CaptureResult:
-    """Return a result with the new status of an artifact,
-    and a new own status if the artifact changes it.
-    """
+    """Return a result with an artifact's final status, which may change the result's own status."""
 
     def updated(artifact: Artifact) -> Artifact:
         if not artifact.is_run_of(finished):

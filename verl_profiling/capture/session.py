@@ -62,10 +62,11 @@ class Session:
 
     Attributes:
         sink: Receives stages; ``None`` whenever nothing records and the watch is off.
-        log: The log behind ``sink``.
+        log: The log into which ``sink`` writes the stages; ``None`` if ``sink`` is.
         sums: The stages of every step, for the watch; ``None`` without the watch.
-        identity: The first worker of this process.
-        reporter: Reports hangs of this process, once the loop has said where.
+        identity: The first worker of this process; a trainer goes before an engine.
+        reporter: Writes the state of this process to a file when a step hangs, in the folder that
+            the loop's process has sent.
     """
 
     def __init__(self) -> None:
@@ -140,7 +141,8 @@ class Session:
         return self.sums.read(identity, question)
 
     def busy(self, name: str) -> Busy | None:
-        """Return the stage that is open while any task runs in ``name``;
+        """Return the stage ``name``, which is open while any of several concurrent tasks is in it.
+
         ``None`` if the watch is off.
         """
         if self.sums is None:
@@ -231,9 +233,7 @@ class Session:
         return StopReply(self._slot.settle(result, capture_id, finish_s), received_ns)
 
     def complete_result(self, change: Callable[[CaptureResult], CaptureResult]) -> None:
-        """Register a function that adds to the open capture's result
-        when the capture is stopped.
-        """
+        """Register a function that changes the open capture's result when it is stopped."""
         if self._capture is not None:
             self._capture.completions.append(change)
 
@@ -351,9 +351,7 @@ def stage(name: str) -> Stage:
 
 
 def named_stages() -> set[str]:
-    """Return the names of all stages that code of this process has made,
-    in whichever step they are.
-    """
+    """Return the names of all stages that code of this process has made by :func:`stage`."""
     return {*_stages}
 
 

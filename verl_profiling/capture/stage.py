@@ -28,14 +28,14 @@ from verl_profiling.watch.sums import Begun, SpanSums, StageSums
 
 logger = logging.getLogger(__name__)
 
-MAX_SPANS = 20_000
+MAX_SPANS = 20_000  # of a capture; further stages are only counted
 LONG_NS = 1_000_000
 PAUSE_NS = 10_000_000
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class StageSink(Protocol):
-    """Receives stages during recordings."""
+    """An object that receives the begin and the end of each stage while something is recorded."""
 
     def begin(self, name: str) -> object:
         """Begin a stage on this thread or task."""
@@ -45,7 +45,7 @@ class StageSink(Protocol):
 
 
 class StageSource(Protocol):
-    """The owner of stages."""
+    """The owner of stages: the session of a worker's process, or the loop of a callback."""
 
     @property
     def sink(self) -> StageSink | None:
@@ -138,10 +138,10 @@ class Stage:
         tokens_squared: int | None = None,
         micro_batches: int | None = None,
     ) -> Stage:
-        """Return the stage with the work of one run: ``with stage("update_actor").given(...):``.
+        """Return the stage for one block with a known amount of work.
 
-        Facts that cannot be right are left out, and logged once. Nothing is computed unless the
-        stage is recorded.
+        ``with stage("update_actor").given(tokens=512):``. Values that cannot be right are left out,
+        and logged once. Nothing is computed unless the stage is recorded.
 
         Args:
             lengths: Lengths of the sequences, from which samples, tokens and squares follow.
@@ -163,7 +163,7 @@ class Stage:
 
 
 class _StageWithWork(Stage):
-    """A stage with the work of one run."""
+    """A stage for one ``with`` block, with the amount of work in it."""
 
     __slots__ = ("_facts", "_lengths")
 
@@ -197,11 +197,11 @@ def replace_in_graphs(original: Callable[..., Any], replacement: Callable[..., A
 
 
 _dropped: set[str] = set()
-"""Names of the stages inside compiled functions that were logged."""
+"""Names of the stages inside compiled functions, of which it was logged that they are dropped."""
 
 
 def _log_dropped(name: str) -> None:
-    """Log a dropped stage once."""
+    """Log, once per name, that a stage inside a compiled function is not recorded."""
     if name not in _dropped:
         _dropped.add(name)
         logger.warning(
@@ -215,15 +215,15 @@ _log_dropped._dynamo_marked_constant = True  # type: ignore[attr-defined]  # cal
 
 
 class _StageInGraph(nullcontext[None]):
-    """Stands for a new stage in a compiled function."""
+    """Replaces a stage in a compiled function, and records nothing."""
 
     def given(self, **facts: object) -> _StageInGraph:
-        """Leave the work out."""
+        """Ignore the amount of work."""
         return self
 
 
 def stage_in_graph(name: str) -> AbstractContextManager[None]:
-    """Return what stands for a new stage in a compiled function."""
+    """Return a context manager that records nothing, for ``stage(name)`` in a compiled function."""
     _log_dropped(name)
     return _StageInGraph()
 
@@ -271,8 +271,10 @@ class OpenStage(Begun, eq=False, gc=False):
     ended.
 
     ``parent`` is the enclosing stage, perhaps of another source: a loop and its worker may share a
-    process. ``sums`` receives outermost stages, and the stages inside a weight update. The garbage
-    collector does not track stages, so that thousands of them do not trigger it;
+    process. ``sums`` is set if the watch counts the stage: an outermost stage, or one inside a
+    weight update. ``mark`` is what ``SpanLog.begin_mark`` returned.
+
+    The garbage collector does not track stages, so that thousands of them do not trigger it;
     :meth:`SpanLog.close` breaks the cycle of a log and its stages.
     """
 
@@ -331,10 +333,10 @@ the open stage is one of its parents.
 
 
 def add_work(facts: Mapping[str, object], lengths: Iterable[object]) -> None:
-    """Add work to all open stages of this thread or task, of which it is a part.
+    """Add an amount of work to all open stages of this thread or task, in which it is done.
 
     Args:
-        facts: The facts by name.
+        facts: Numbers by name, e.g. ``{"tokens": 512}``.
         lengths: Lengths of the sequences.
     """
     stage = _innermost.get()
@@ -346,7 +348,7 @@ def add_work(facts: Mapping[str, object], lengths: Iterable[object]) -> None:
 
 
 def _give(stage: OpenStage, work: Work | None) -> None:
-    """Add work to a stage; the watch learns of an outermost stage with work once."""
+    """Add an amount of work to a stage; the watch's list of outermost stages has it once."""
     if stage.work is not None and work is not None:
         stage.work += work
         return
@@ -363,7 +365,8 @@ class SpanLog:
 
     Attributes:
         source: The owner of the stages. A stage may end in a later log of the same owner.
-        sums: The watch's sums, which receive the outermost stages.
+        sums: The watch's totals per stage, which receive the outermost stages; ``None`` if it is
+            off.
         spans: The first ``MAX_SPANS`` stages of a capture, to bound the memory; ``None`` without a
             capture.
         pauses: Pauses of the process during a capture; see :func:`record_pauses`.
@@ -424,7 +427,7 @@ class SpanLog:
         loop itself are left out, because the stages inside them are the outermost ones of the step.
 
         Args:
-            sums: The watch's sums, which have the open stages.
+            sums: The watch's totals, which know the open stages.
             begin_ns: Begin of the capture, from which these stages count.
         """
         if self.since_ns or self.spans is None:
@@ -478,7 +481,7 @@ class SpanLog:
         return stage
 
     def end_mark_of(self, stage: OpenStage) -> None:
-        """End the mark of a stage in the artifact."""
+        """End the range that shows a stage in the artifact of a tool."""
         mark, stage.mark = stage.mark, None
         if self.end_mark is not None:
             try:
@@ -487,7 +490,7 @@ class SpanLog:
                 self._mark_nothing_more(error)
 
     def _mark_nothing_more(self, error: Exception) -> None:
-        """Log and note the error of a tool once, so that user code does not see it."""
+        """Show no further stages in artifacts after a tool's error; log and note the error."""
         self.begin_mark = self.end_mark = None
         problem = f"{type(error).__name__}: {error}"
         self._marks_failed = (
@@ -496,7 +499,10 @@ class SpanLog:
         logger.error("%s", self._marks_failed)
 
     def stop_marking(self) -> None:
-        """End the open marks of this thread; marks of other threads stay open."""
+        """End this thread's ranges in the artifact, and begin no more, as the tool stops.
+
+        Ranges of other threads stay open.
+        """
         here = get_ident()
         self.begin_mark = None
         for stage in reversed(self.spans or ()):
@@ -532,8 +538,9 @@ class SpanLog:
         return sorted(spans, key=attrgetter("begin_ns", "depth"))
 
     def close(self) -> list[StageSpan]:
-        """Return all stages in order of their begin; open stages are failed here,
-        and go on for the watch.
+        """Return all stages in order of their begin, and forget them.
+
+        Stages that are open count as failed here; the watch still sees their real end.
         """
         spans = self.so_far(open_fails=True)
         stages = self.spans or ()
@@ -545,7 +552,7 @@ class SpanLog:
         return spans
 
     def notes(self) -> list[str]:
-        """Return sentences for the user on stages without marks, and on those left out."""
+        """Return sentences for the user on stages that no artifact shows, and on those left out."""
         notes = []
         if self._marks_failed:
             notes.append(self._marks_failed)
@@ -567,8 +574,8 @@ def record_pauses(source: StageSource, log: SpanLog | None) -> None:
     records.
 
     Args:
-        source: An owner of stages.
-        log: Its log from now on; ``None`` if it records nothing.
+        source: An owner of stages, whose log receives the pauses.
+        log: The owner's log from now on; ``None`` if it records nothing.
     """
     _logs.pop(source, None)
     if log is not None:

@@ -1,4 +1,7 @@
-"""The work given to a stage, as user code passes it: wrong facts are left out, and logged once."""
+"""The amount of work of a stage (samples, tokens, ...), as user code passes it to ``Stage.given``.
+
+Wrong values are left out, and logged once.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ from verl_profiling.manifest import MOST_WORK, Work
 logger = logging.getLogger(__name__)
 
 _logged: set[tuple[str, str]] = set()
-"""Stage and fact of each problem that was logged."""
+"""The logged problems: name of the stage, and name of the value that was left out."""
 
 
 def work_from(
     stage: str, facts: Mapping[str, object], lengths: Iterable[object] | None
 ) -> Work | None:
-    """Return the work of a stage; ``None`` without any usable fact. Nothing raises.
+    """Return the amount of work of a stage; ``None`` without any usable value. Never raises.
 
     Args:
         stage: Name of the stage, for messages.
-        facts: The facts by name; ``None`` for an unknown one.
+        facts: Numbers by name, e.g. ``{"tokens": 512}``; ``None`` for an unknown number.
         lengths: Lengths of the sequences, if they are known.
     """
     known: dict[str, int] = {}
@@ -42,7 +45,7 @@ def work_from(
 
 
 def _sums(lengths: Iterable[object]) -> dict[str, int]:
-    """Return the facts that follow from the lengths of sequences."""
+    """Return number, sum and sum of squares of the lengths of sequences."""
     as_list = getattr(lengths, "tolist", None)  # of arrays and tensors: one copy from a device
     counts = [_count(length) for length in (lengths if as_list is None else as_list())]
     squares = sum(length * length for length in counts)
@@ -50,14 +53,14 @@ def _sums(lengths: Iterable[object]) -> dict[str, int]:
 
 
 def _check(of_lengths: Mapping[str, int], known: Mapping[str, int]) -> None:
-    """Refuse lengths that contradict another fact."""
+    """Refuse lengths that contradict a number that was passed, too."""
     for name, value in of_lengths.items():
         if known.get(name, value) != value:
             raise ValueError(f"they give {value} {name}, and {name}={known[name]} was passed too")
 
 
 def _count(value: object) -> int:
-    """Return a fact as a number; raise if it is none."""
+    """Return a value as a whole number; raise if it is no number, negative or too large."""
     number = float(value)  # type: ignore[arg-type]
     if not math.isfinite(number) or not 0 <= number <= MOST_WORK:
         raise ValueError(f"{number} is no number of anything")
@@ -65,7 +68,7 @@ def _count(value: object) -> int:
 
 
 def _leave_out(stage: str, name: str, error: Exception) -> None:
-    """Log once that a fact is not recorded."""
+    """Log once that a value is not recorded."""
     if (stage, name) not in _logged:
         _logged.add((stage, name))
         logger.warning("stage %r: %s is left out of its work: %s", stage, name, error)

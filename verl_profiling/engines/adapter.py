@@ -80,7 +80,10 @@ class EngineAdapter(ABC):
 
     @classmethod
     def accepts(cls, engine: Any) -> bool:
-        """Return whether an object that is of no class of the engine's package is an engine."""
+        """Return whether an object of no class of the engine's package stands for an engine.
+
+        An example is the URL of a server.
+        """
         return False
 
     @classmethod
@@ -98,7 +101,7 @@ class EngineAdapter(ABC):
         """Log the requests of an engine by wrapping its methods.
 
         Raises:
-            CaptureStateError: The engine is not whole.
+            CaptureStateError: The engine lacks the object that takes its requests.
         """
 
     @classmethod
@@ -190,7 +193,7 @@ class EngineAdapter(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Open the recording window.
+        """Start the profiler of the engine, now or at the iteration ``rollout.start``.
 
         Raises:
             Exception: The exception of the engine, e.g. because its profiler is on already. The
@@ -199,12 +202,13 @@ class EngineAdapter(ABC):
 
     @abstractmethod
     async def stop(self) -> str | None:
-        """Close the window, and return once the traces are written.
+        """Stop the profiler of the engine, and return once the traces are written.
 
-        The call is also valid if the engine has closed the window by itself, or never opened it.
+        The call is also valid if the profiler has stopped by itself (``rollout.count``), or never
+        started.
 
         Returns:
-            Reason for a missing trace, if the answer leaves open why there may be none.
+            ``None``; or why a trace may be missing, if the engine's answer does not tell.
         """
 
     async def settle(self) -> None:
@@ -282,9 +286,7 @@ def refuse_option(tool: Tool, role: str, option: str, neutral: str, why: str) ->
 
 
 def at_least(package: str, oldest: str, missing: bool = False) -> bool:
-    """Return whether a package has at least some version;
-    ``missing`` if the package is not installed.
-    """
+    """Return whether a package has version ``oldest`` or later; ``missing`` if not installed."""
     installed = installed_version(package)
     return version_numbers(installed) >= version_numbers(oldest) if installed else missing
 

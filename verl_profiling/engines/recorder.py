@@ -348,7 +348,9 @@ class Window(ABC):
 
 
 class SpoolWindow(Window):
-    """A window in which each rank of the engine writes a file or folder into the engine's spool.
+    """A capture in which each rank of the engine writes a file or folder into the engine's spool.
+
+    After the stop, these move from the spool into the step folder.
 
     Raises:
         OSError: The spool folder cannot be made.
@@ -395,12 +397,12 @@ class SpoolWindow(Window):
 
 @dataclass(eq=False)
 class RangeWindow(Window):
-    """A window that is a range of a tool under which the engine was launched.
+    """A capture that is one range of the tool, e.g. ``nsys``, under which the engine was launched.
 
     The tool writes one report for all processes of a replica, which is collected after the run.
 
     Args:
-        ranges: The ranges of this process.
+        ranges: The ranges that the tool records of this process.
 
     Raises:
         CaptureStateError: The tool would not record another range.
@@ -443,8 +445,8 @@ def _death_of(engine: EngineAdapter) -> str:
 async def _while_alive(engine: EngineAdapter, call: Awaitable[str | None]) -> str | None:
     """Await a call to an engine, and return its reply; give up if the engine dies.
 
-    A call that is given up goes on: engines answer calls in order, and one that is cancelled could
-    block the later ones.
+    If the caller is cancelled, the call still goes on: engines answer calls in order, and a
+    cancelled call could block the later calls.
 
     Raises:
         CaptureStateError: The engine died.

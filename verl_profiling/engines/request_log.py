@@ -1,6 +1,4 @@
-"""A log of inference requests: it keeps those that end in a capture, and their number for the
-watch.
-
+"""A log of inference requests: requests that end in a capture are kept, others only counted.
 Each request has a policy version. A server can report new versions during a capture; otherwise,
 requests have the version that the training loop reports.
 """
@@ -19,7 +17,7 @@ from verl_profiling.manifest import CaptureResult, Request
 from verl_profiling.watch.sums import Busy
 
 _LONGEST_ID = 200
-_MOST_REFUSED = 1000  # of clients that try again; the oldest are forgotten
+_MOST_REFUSED = 1000  # refused requests that a client may send again; the oldest are forgotten
 
 
 class RequestLog:
@@ -34,8 +32,8 @@ class RequestLog:
                 request.first_token()
                 request.response_tokens += 1
 
-    Tasks and threads may use the log concurrently. A request counts where it ends. Without an open
-    capture, only the requests that run are kept.
+    Tasks and threads may use the log concurrently. A request belongs to the capture in which it
+    ends. Without an open capture, ended requests are forgotten.
 
     Attributes:
         busy: The stage of the watch that is open while any request runs; ``None`` if the watch is
@@ -184,8 +182,9 @@ class RequestLog:
             self.busy.sums.spans.add(self.busy.name, request.begin_ns, end_ns, failed)
 
     def refuse(self, request: OpenRequest) -> None:
-        """Let the next request with this id begin when this one did: a paused engine takes none,
-        and its client tries again.
+        """Forget a refused request; let the next one with the same id begin when this one did.
+
+        A paused engine refuses requests, and the client sends them again.
         """
         self._open.discard(request)
         if not request.id:
@@ -253,7 +252,7 @@ class OpenRequest(msgspec.Struct, eq=False):
             self._first_output_ns = clock.now_ns()
 
     def refused(self) -> None:
-        """Record that the engine refused the request before it did any work, as it is paused."""
+        """Record that the engine, which is paused, refused the request before any work on it."""
         self._refused = self._closed = True
         self._log.refuse(self)
 
@@ -295,8 +294,10 @@ class OpenRequest(msgspec.Struct, eq=False):
         )
 
     def _engine_times(self, end_ns: int) -> tuple[int, int, int, int]:
-        """Return the times of arrival, scheduling, first and last token;
-        0 for one that is out of order.
+        """Return the times of arrival, scheduling, first and last token (ns); 0 if unknown.
+
+        If one is out of order, none of the engine's times is trusted: only the time of the first
+        output in this process is returned.
         """
         first_ns = self.first_token_ns or self._first_output_ns
         times = (self.arrival_ns, self.scheduled_ns, first_ns, self.last_token_ns)

@@ -374,12 +374,12 @@ class HTTPCalls:
         await self._post("/stop_profile", {})
 
     def _post(self, path: str, body: object, too_late: str = "") -> asyncio.Future[None]:
-        """Call the server on a thread, for which neither the event loop's end nor Python's waits.
+        """Call the server on a thread, which delays the end of neither the event loop nor Python.
 
         Args:
-            path: The path.
-            body: The request.
-            too_late: Path to call after an answer for which nobody waits any more.
+            path: Path of the URL.
+            body: Body of the request, sent as JSON.
+            too_late: Path to call after an answer for which nobody waits any more; empty for none.
         """
         answer: Future[None] = Future()
 
@@ -501,9 +501,7 @@ def _is_cut(reason: Any) -> bool:
 
 
 def _so_far(manager: Any, rid: str, obj: Any) -> dict[str, Any]:
-    """Return what SGLang knows of a request that ends without an output, e.g.
-    one that is cancelled.
-    """
+    """Return the lengths so far of a request that ends without an output, e.g. by cancellation."""
     state = getattr(manager, "rid_to_state", {}).get(rid)
     if state is None:
         return {}

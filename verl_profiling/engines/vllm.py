@@ -55,7 +55,7 @@ _VARIABLES = {
     "torch_profiler_dump_cuda_time_total": "VLLM_TORCH_PROFILER_DUMP_CUDA_TIME_TOTAL",
     "ignore_frontend": "VLLM_TORCH_PROFILER_DISABLE_ASYNC_LLM",
 }
-_REFUSED = "RetryableRequestError"  # from 0.33 on: of a paused engine
+_REFUSED = "RetryableRequestError"  # raised by a paused engine, from vLLM 0.33 on
 _ACTIVITIES = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}
 _PLACE = re.compile(r"(?:^|_)dp(\d+)_pp(\d+)_tp(\d+)")
 _RANK = re.compile(r"rank[-_]?(\d+)")
@@ -103,7 +103,7 @@ def _known_options() -> set[str]:
 
 
 def _recorded_options(tool: Tool) -> Any:
-    """Return the options of a tool as those of vLLM's own profiler.
+    """Return the options of a tool in the terms of vLLM's torch profiler.
 
     For vllm-ascend, vLLM's option ``torch_profiler_with_stack`` is torch_npu's ``with_modules``.
     """
@@ -187,7 +187,8 @@ class VLLMAdapter(EngineAdapter):
         tool: The tool that records the engine.
 
     Raises:
-        CaptureStateError: The engine was started without a profiler, or with another window.
+        CaptureStateError: The engine was started without a profiler, or for another
+            ``rollout.start`` or ``rollout.count``.
         ConfigError: This vLLM does not support the settings.
         ToolUnavailableError: This vLLM is too old.
     """
@@ -353,7 +354,7 @@ class VLLMAdapter(EngineAdapter):
 
 
 def _inner(engine: Any) -> Any:
-    """Return the part of an ``LLM`` that has what an ``AsyncLLM`` has."""
+    """Return the engine inside an ``LLM``, with the attributes of an ``AsyncLLM``; else itself."""
     return getattr(engine, "llm_engine", engine)
 
 
@@ -378,14 +379,14 @@ def watch_vllm(engine: Any, log: RequestLog) -> None:
     ``disable_log_stats``, it also has ``RequestStateStats``: times on the monotonic clock of the
     engine core's process, and from 0.30 on the number of preemptions. A request with several
     samples has none of these times, and no count of cached tokens: vLLM reports them for one
-        sample.
+    sample.
     """
     shares_clock = _shares_clock(engine)
     if log.busy is not None:
         log.busy.sums.tokens.append(partial(_tokens_of_open_requests, weakref.ref(engine)))
 
     def logged_batch(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if log.running:  # of an older vLLM, whose chat calls generate
+        if log.running:  # logged already: chat() of an older vLLM calls generate()
             return generate(*args, **kwargs)
         with log.open() as batch:
             outputs = generate(*args, **kwargs)

@@ -95,7 +95,10 @@ class CaptureMixin:
         return process_session()
 
     def start_capture(self, request: CaptureStart) -> StartReply:
-        """Start, arm or join a capture. The callback calls this method.
+        """Start a capture, or join one that another role of this process started.
+
+        In discrete mode, the worker then waits for a selected stage. The callback calls this
+        method.
 
         Raises:
             CaptureStateError: ``init_capture`` was not called.
@@ -129,7 +132,7 @@ class CaptureMixin:
         callback.
 
         Args:
-            question: The steps.
+            question: The steps, and what else the watch wants to know.
         """
         identity = next(
             (identity for identity, enabled in self._capture_roles.values() if enabled), None
@@ -138,9 +141,7 @@ class CaptureMixin:
 
 
 class FSDPCaptureMixin(CaptureMixin):
-    """A :class:`CaptureMixin` that reads rank and coordinates from process group
-    and device mesh.
-    """
+    """A :class:`CaptureMixin` that reads rank and coordinates from torch's groups and meshes."""
 
     def init_capture(  # type: ignore[override]
         self,
@@ -183,9 +184,9 @@ class FSDPCaptureMixin(CaptureMixin):
 class AgentLoopCaptureMixin(CaptureMixin):
     """A :class:`CaptureMixin` for a process that runs trajectories: environments, tools, turns.
 
-    Each :func:`verl_profiling.trajectory` and :func:`verl_profiling.span` is recorded, in e2e mode,
-    independent of the tool of other roles. ``roles.<role>.tool`` adds a tool, and
-    ``roles.<role>.mode`` sets the mode.
+    Each :func:`verl_profiling.trajectory` and :func:`verl_profiling.span` is recorded, whichever
+    tool other roles use. By default the mode is ``e2e``, and no other tool records; the settings
+    ``roles.<role>.mode`` and ``roles.<role>.tool`` change that.
     """
 
     capture_role: ClassVar[str] = "agent_loop"

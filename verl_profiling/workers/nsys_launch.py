@@ -1,4 +1,7 @@
-"""Starts Ray workers under Nsight Systems."""
+"""Starts Ray workers under Nsight Systems, which records ranges of a process.
+
+A range is the time from a start of CUDA's profiler to its stop.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ def nsys_runtime_env(
         last_step: Number of the loop's last step; only needed for a schedule without an end.
 
     Raises:
-        ConfigError: The settings are wrong, or do not determine the number of ranges.
+        ConfigError: The settings are wrong, or leave the number of ranges open (see
+            :func:`expected_ranges`).
         ToolUnavailableError: There is no ``nsys`` on this machine.
     """
     settings = ProfilingConfig.from_any(config)
@@ -63,8 +67,8 @@ def nsys_runtime_env(
 def expected_ranges(role: RoleConfig, schedule: Schedule, last_step: int | None = None) -> int:
     """Return the number of ranges that a worker opens; Nsight Systems records no further ranges.
 
-    A rollout engine opens one range per step. In discrete mode, an engine opens one range per
-    generation, and one generation per step is expected.
+    In e2e mode, a worker opens one range per capture. In discrete mode, it opens one per step and
+    selected stage; an engine opens one per generation, of which one per step is expected.
 
     Args:
         role: Settings of the worker's role.

@@ -1,7 +1,7 @@
-"""Workers in processes that Python started itself, by ``multiprocessing`` or ``subprocess``.
+"""Workers in processes without Ray, started by ``multiprocessing`` or ``subprocess``.
 
-The loop's process listens at a socket of this host. Another process joins once; a thread of it then
-answers the callback's calls in order, until either process ends.
+The loop's process listens at a socket of this host. A worker's process connects once (joins). A
+thread in it then answers the callback's calls in order, until either process ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CALLBACK = "callback.json"
 
 _OWN = 0o600
 _OTHERS_WRITE = 0o022
-_ANSWER_S = 5.0  # of a thread of the callback's process; an engine waits at its first request
+_ANSWER_S = 5.0  # longest wait for the callback's answer, which holds up an engine's first request
 
 _NO_LIMIT_S = 1e9
 """Timeout of a call here: it is the callback that waits with a timeout."""
@@ -50,7 +50,7 @@ _connections: WeakSet[Connection | Listener] = WeakSet()
 
 
 def _close_inherited() -> None:
-    """Close the copies of a forked child: else they hide the end of a process."""
+    """Close the sockets that a forked child inherits: open, they would hide the parent's end."""
     for connection in [*_connections]:
         connection.close()
 
@@ -65,17 +65,17 @@ def _start(function: Callable[..., None], *arguments: object) -> None:
 
 
 class WorkerProcesses:
-    """The processes of a role, for ``add_workers`` or ``add_rollout``.
+    """The worker processes of a role, to be passed to ``add_workers`` or ``add_rollout``.
 
     Args:
         size: Number of processes.
 
     Raises:
-        ConfigError: The size is no number of processes.
+        ConfigError: The size is no positive whole number.
 
     Attributes:
-        world_size: The same number.
-        address: The argument of :func:`join_callback` in these processes.
+        world_size: Number of processes.
+        address: Path of the socket; the processes pass it to :func:`join_callback`.
     """
 
     _absent = "has not joined: call join_callback(worker, address, rank=...) in it"
@@ -107,7 +107,7 @@ class WorkerProcesses:
         """Accept no further processes; those that have joined stay."""
         self._closed = True
         with suppress(OSError):  # closed already
-            Client(self.address).close()  # ends the wait for the next one
+            Client(self.address).close()  # wakes the thread that waits for a connection
 
     def _listen(self) -> None:
         while True:
@@ -135,10 +135,10 @@ class WorkerProcesses:
             member.read()
 
     def _take(self, rank: int | None, member: _Member) -> tuple[int, str]:
-        """Take a process as a rank, or as the first free one.
+        """Register a process under a rank; ``None`` for the first free rank.
 
         Returns:
-            The rank, and the reason if that is not possible; else nothing.
+            The rank, and the reason of a refusal; empty if the process is registered.
         """
         with self._lock:
             if rank is None:
@@ -165,16 +165,17 @@ class WorkerProcesses:
 
 
 class EngineProcesses(WorkerProcesses):
-    """The engines that the plugin records, as replicas of a rollout, for ``add_rollout``.
+    """Engines in processes that the user's code does not prepare, for ``add_rollout``.
 
-    An engine of this host joins at its first request, as the first replica that is free.
+    In such a process, ``VERL_PROFILING_RUN`` switches on the plugin for vLLM and SGLang. An engine
+    of this host then joins at its first request, as the first replica that is free.
 
     Args:
         config: The same settings as the callback's.
         replicas: Number of engines.
 
     Raises:
-        ConfigError: The settings are wrong, or there is no number of engines.
+        ConfigError: The settings are wrong, or ``replicas`` is no positive whole number.
         OSError: The run's folder cannot be written.
     """
 
@@ -240,7 +241,7 @@ def join_run(
 def _callback_in(folder: Path) -> CallbackPlace | None:
     """Read the file of a callback; ``None`` unless this user, and nobody else, can have written it.
 
-    What is at the socket is trusted.
+    The messages at the socket that it names are unpickled, so its writer could run any code here.
     """
     try:
         with opened(folder / CALLBACK) as file:
@@ -253,11 +254,11 @@ def _callback_in(folder: Path) -> CallbackPlace | None:
 
 
 class _Member:
-    """A process that has joined.
+    """The callback's end of the connection to a process that has joined.
 
     Attributes:
-        pid: Its number.
-        ended: Whether its connection has closed.
+        pid: Id of the process.
+        ended: Whether the connection has closed.
     """
 
     def __init__(self, connection: Connection, pid: int) -> None:
@@ -268,7 +269,7 @@ class _Member:
         self._lock = threading.Lock()
 
     def call(self, future: Future[Any], method: str, arguments: tuple[Any, ...]) -> None:
-        """Have a call sent, whose reply sets the future."""
+        """Queue a call for sending; its reply sets the future."""
         with self._lock:
             self._waiting.append(future)
             if self.ended:
@@ -290,7 +291,7 @@ class _Member:
                 future = self._waiting.popleft()
                 if problem is None:
                     future.set_result(reply)
-                else:  # of that name: the class itself may be known to the other process only
+                else:  # an exception of the same name: only the other process may know the class
                     name, text = problem
                     future.set_exception(type(name, (Exception,), {})(text))
         except Exception as error:
@@ -302,7 +303,7 @@ class _Member:
             self._fail()
 
     def _fail(self) -> None:
-        """Let the calls fail that have no reply."""
+        """Set an error on the calls without a reply, because the process has ended."""
         while self._waiting:
             self._waiting.popleft().set_exception(WorkerLostError(f"has ended (pid {self.pid})"))
 
@@ -360,7 +361,7 @@ def _join(address: str, rank: int | None) -> tuple[Connection, int, dict[str, An
 
 
 def _answer(connection: Connection, target: Target) -> None:
-    """Answer calls until the process of the callback ends, and with it an open capture."""
+    """Answer calls until the process of the callback ends; then stop an open capture."""
     try:
         while True:
             method, arguments = connection.recv()

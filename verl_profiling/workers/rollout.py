@@ -266,7 +266,7 @@ class SessionRecorder:
         """Stop a capture, if one is open."""
         stop = process_session().stop
         reply = stop(capture_id)
-        if finish_s:  # what waits is on a thread, so that the event loop is not blocked
+        if finish_s:  # the wait is on a thread, so that it does not block the event loop
             reply = await asyncio.to_thread(stop, capture_id, finish_s)
         return reply
 
@@ -345,13 +345,17 @@ def make_recorder(
 def _fitted(
     call: Callable[[], _Result], adapter_class: type[EngineAdapter], loss: str, strict: bool
 ) -> tuple[_Result | None, str]:
-    """Return the result of a call to an adapter, or a sentence on what its engine's API costs.
+    """Call an adapter, whose engine may have an API that it does not know.
 
     Args:
         call: The call.
         adapter_class: The adapter.
-        loss: What is not recorded if the call fails.
+        loss: Clause on what is not recorded if the call fails.
         strict: Whether a failure is raised.
+
+    Returns:
+        The result of the call, and an empty text. After a failure ``None``, and a sentence on what
+        is not recorded.
 
     Raises:
         ProfilingError: The settings or the state of the engine are wrong, or it is too old.
@@ -379,7 +383,7 @@ def _warn_once(text: str) -> None:
 
 
 def _check_uncounted(config: ProfilingConfig, identity: WorkerIdentity) -> None:
-    """Refuse to record a window of engine iterations in a server that has no engine to count them.
+    """Refuse a window of iterations (``rollout.start``, ``count``) where no engine counts them.
 
     Raises:
         ConfigError: ``rollout.start`` or ``rollout.count`` is set, and a tool writes an artifact.
