@@ -25,8 +25,12 @@ from verl_profiling.units import byte_size
 logger = logging.getLogger(__name__)
 
 VARIABLE = "NVTX_INJECTION64_PATH"
+"""Environment variable with the library that NVTX loads at the first range of a process."""
+
 NO_INJECTION = "/nonexistent/verl-profiling-no-nvtx-injection.so"
-"""A path that NVTX cannot load; a set value also keeps start-up hooks from setting the variable."""
+"""A path that NVTX cannot load. While the variable has it, start-up hooks of an image do not set
+the variable either.
+"""
 
 _VARIABLES = {
     "npu": ("ASCEND_RT_VISIBLE_DEVICES",),
@@ -198,8 +202,8 @@ def engine_devices(
     Args:
         kind: Device type of the engine.
         ranks: Number of ranks of the engine.
-        numbers: Device number of each of the engine's first ranks; the devices of other ranks are
-            unknown.
+        numbers: By rank, the position of the rank's device in ``ids``; the devices of further ranks
+            are unknown.
         ids: Numbers (on this host) or UUIDs of the engine's devices; ``None`` for the visible
             devices of this process. Then an engine on CPUs has none.
     """

@@ -1,8 +1,8 @@
-"""Opens, writes and removes the files of a run; other modules open none by name.
+"""Opens, writes and removes the files of a run; other modules open files only by this module.
 
-Others may write the folder of a run, or have made it. So no link is followed in the place of a file
-or of its folder, and a new file has a random name until it is whole. Folders further up are taken
-as they are.
+Other users may write into the folder of a run, or may have made it. So no symbolic link is followed
+in the place of a file or of its folder, and a new file has a random name until it is whole. Folders
+further up are trusted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.units import byte_size
 
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Exceptions that the decoder raises for invalid bytes."""
+"""Exceptions that msgspec's decoders raise for invalid bytes."""
 
 SMALL_BYTES = 64 << 20
 """Size limit of files that are read whole. A manifest of 100,000 requests has about 45 MB."""
@@ -108,7 +108,7 @@ def whole_file(path: Path, *, new: bool = False) -> Iterator[BinaryIO]:
 
     Args:
         path: The file.
-        new: Whether the file must not exist.
+        new: Whether the file must not exist yet.
 
     Raises:
         OSError: The file cannot be written; ``path`` is its file name in the error.
@@ -149,8 +149,8 @@ def scratch_folder(path: Path) -> Iterator[Path]:
 def names_in(folder: Path) -> list[str]:
     """Return the names in a folder.
 
-    A loop lists its requests in every step, so the usual, empty folder costs one listing. Names
-    behind a link are dropped; files are opened without following it anyway.
+    A loop lists the folder of requests in every step, so the usual, empty folder costs one call.
+    Only a folder with files is checked for being a link.
 
     Raises:
         OSError: The folder cannot be read, or is a link to a folder with files.
@@ -190,8 +190,7 @@ def remove_file(path: Path) -> None:
 
 
 def make_folder(path: Path, *, exist_ok: bool = True) -> None:
-    """Make a folder that is open to nobody else than its parent folder is; missing parents are
-    made, too.
+    """Make a folder that only users of its parent folder may use; missing parents are made, too.
 
     Raises:
         OSError: The folder cannot be made, exists although ``exist_ok`` is ``False``, or is a link.
@@ -243,7 +242,7 @@ class LocalFolder:
         self.path = path
 
     def child(self, name: str) -> LocalFolder:
-        """Return a folder inside."""
+        """Return the folder of this name inside the folder."""
         return LocalFolder(self.path / name)
 
     def names(self) -> set[str]:
@@ -277,7 +276,7 @@ class LocalFolder:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Put the path of the file into errors, which have a temporary path, a part of it, or none.
+    """Put ``path`` into errors of the block, which name a temporary path, a part of it, or none.
 
     Raises:
         OSError: The exception inside the block, with ``path`` as the file name.
@@ -293,7 +292,11 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def reading(path: Path, hint: str = "") -> Iterator[None]:
-    """Turn the errors of reading a file into those of the analysis.
+    """Turn errors of the block, which reads a file, into errors of the analysis.
+
+    Args:
+        path: The file.
+        hint: Text after the reason, e.g. ``; is this a step folder?``.
 
     Raises:
         TraceFormatError: The file cannot be opened or read.
@@ -325,8 +328,8 @@ def _descriptor(path: Path, flags: int) -> int:
 
 
 def _mode_in(folder: int) -> int:
-    """Return the mode of a new file before the umask:
-    nobody else reads or writes it than the folder.
+    """Return the mode of a new file before the umask: only users who may read or write the folder
+    may read or write the file.
     """
     return 0o600 | (os.fstat(folder).st_mode & 0o666)
 

@@ -1,8 +1,8 @@
-"""Names in what engines and torch_npu write, for adapters and for analysis.
+"""Parses names in recordings: those of torch_npu's files, and those of engine iterations.
 
-A recording of torch_npu is a folder ``*_ascend_pt``. An engine annotates each of its iterations,
-under a name that tells requests and tokens. A new engine with names of its own needs a row in
-``ITERATION_NAMES``.
+A recording of torch_npu is a folder ``*_ascend_pt``. An engine annotates each of its iterations in
+a trace, under a name with the numbers of requests and tokens. A new engine needs a row in
+``ITERATION_NAMES``, unless it uses the names of vLLM or SGLang.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def rank_of_recording(path: Path) -> int | None:
 
 
 UNKNOWN_TOKENS = -1
-"""Number of tokens of an iteration whose name does not say it."""
+"""Stands for the number of tokens of an iteration, if its name does not have the number."""
 
 
 class Iteration(NamedTuple):
-    """The tokens of one engine iteration; :data:`UNKNOWN_TOKENS` where its name does not say them.
+    """Numbers of tokens of one engine iteration; :data:`UNKNOWN_TOKENS` if not in its name.
 
     Attributes:
         prompt: Prompt tokens, which SGLang computes again after a retraction.
         new: New tokens, one for each generating request.
-        again: Further tokens of generating requests: drafts, and what is computed again after a
-            preemption.
+        again: Further tokens of generating requests: draft tokens, and tokens that are computed
+            again after a preemption.
     """
 
     prompt: int
@@ -76,7 +76,9 @@ _WITH_PROMPTS = ("MIXED", "SPLIT_PREFILL", "DLLM_EXTEND")
 
 
 def _of_sglang(name: str) -> Iteration | None:
-    """Return the tokens of SGLang's iteration; how many drafts were kept is unknown."""
+    """Return the tokens of an iteration of SGLang; the number of accepted draft tokens is
+    unknown.
+    """
     match = _SGLANG.match(name)
     if match is None:
         return None
@@ -96,8 +98,8 @@ ITERATION_NAMES: dict[re.Pattern[str], Callable[[str], Iteration | None]] = {
     re.compile(r"execute_\w*\d", re.ASCII): _of_vllm,
     re.compile(r"step\["): _of_sglang,
 }
-"""The begin of the names of each engine, and the function that parses them; it returns ``None`` for
-a name that is not understood.
+"""For each engine, how the names of its iterations begin, and the function that parses a name; it
+returns ``None`` for a name that is not understood.
 """
 
 

@@ -1,6 +1,6 @@
-"""Folders behind a URL by fsspec, which is imported only for URLs.
+"""Reads and writes folders behind a URL with fsspec, which is imported only for URLs.
 
-Every upload is verified.
+Each upload is verified by the size of the uploaded file.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class RemoteFolder:
         self._path = path.rstrip("/")
 
     def child(self, name: str) -> RemoteFolder:
-        """Return a folder inside."""
+        """Return the folder of this name inside the folder."""
         return RemoteFolder(f"{self.url}/{name}")
 
     def names(self) -> set[str]:
@@ -182,7 +182,7 @@ class RemoteFolder:
 
 
 class Upload(msgspec.Struct, frozen=True, kw_only=True):
-    """The remote step folder of a capture.
+    """Uploads files into the remote step folder of a capture.
 
     Attributes:
         url: URL of the step folder.
@@ -198,8 +198,8 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             path: The file or folder.
-            name: Its name behind the URL.
-            keep: Whether the local one stays.
+            name: Its name in the remote folder.
+            keep: Whether the local file or folder stays.
 
         Raises:
             Exception: The last exception of the file system.

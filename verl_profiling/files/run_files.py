@@ -135,7 +135,9 @@ def write_result(folder: Path, worker: CaptureResult) -> None:
 
 
 def _folded(folder: Path, manifest: Manifest) -> Manifest:
-    """Return a manifest with the newer of reply and result file for each worker."""
+    """Return a manifest with the newest result of each worker: its reply to the loop, which is in
+    the manifest, or its result file.
+    """
     notes = list(manifest.notes)
     results = _results(folder, manifest.capture_id, notes)
     workers = []
@@ -164,7 +166,10 @@ def _folded(folder: Path, manifest: Manifest) -> Manifest:
 
 
 def _results(folder: Path, capture_id: str, notes: list[str]) -> dict[str, CaptureResult]:
-    """Return the results in a step folder by the names of their workers; add notes on others."""
+    """Return the results of a capture in its step folder by the names of their workers.
+
+    ``notes`` gets a sentence for each result file that is unreadable or of another capture.
+    """
     results: dict[str, CaptureResult] = {}
     for path in sorted(folder.glob(f"*{RESULT_SUFFIX}")):
         try:
@@ -180,7 +185,9 @@ def _results(folder: Path, capture_id: str, notes: list[str]) -> dict[str, Captu
 
 
 def _why_ignored(reply: CaptureResult, result: CaptureResult, manifest: Manifest) -> str:
-    """Return a note on a result that is not of the worker that replied; empty for any other."""
+    """Return why a worker's result file is ignored: another process wrote it, or it began after
+    the step. Return an empty text if the file is valid.
+    """
     if reply.process not in (None, result.process):
         return f"{result.name}{RESULT_SUFFIX} was written by {result.process}, and is ignored"
     if not reply.stopped and _began_after(result, manifest):
@@ -207,7 +214,7 @@ def _began_after(result: CaptureResult, manifest: Manifest) -> bool:
 
 
 def capture_of(capture_id: str) -> str:
-    """Return the id of the capture to which a window belongs."""
+    """Return the capture's id; the id of one recorded stage has ``/`` and a number after it."""
     return capture_id.partition("/")[0]
 
 
@@ -238,7 +245,7 @@ def _status(reply: CaptureResult) -> str:
 
 
 def _settled(folder: Path, worker: CaptureResult) -> CaptureResult:
-    """Return a worker with final statuses of its artifacts, if no process works on them."""
+    """Return a worker whose artifacts have final statuses, unless a process still writes them."""
     if not worker.artifacts:
         return worker
     return with_artifacts(
@@ -279,7 +286,7 @@ def written_file(folder: Path, name: str) -> Path | None:
 
 
 def _is_over(folder: Path, worker: CaptureResult) -> bool:
-    """Return whether no process works on a worker's artifacts any more."""
+    """Return whether no process writes a worker's artifacts any more."""
     if worker.process is not None and worker.process.alive() is False:
         return True
     run = known_run(folder.parent)
@@ -287,10 +294,10 @@ def _is_over(folder: Path, worker: CaptureResult) -> bool:
 
 
 def recorded_folder(where: str, name: str, worker: str, capture_id: str) -> Path:
-    """Return the step folder of a file on another host's disk, which is this host.
+    """Return the step folder on this host's disk that a manifest names as ``host:path``.
 
-    A manifest may be a stranger's, and name any path. So the folder must hold what only the run
-    left there: the result file of the worker, of the same capture.
+    A manifest may come from a stranger, and name any path. So the folder must hold the worker's
+    result file of the same capture, which only the run wrote.
 
     Args:
         where: ``host:path`` of the file.
@@ -320,10 +327,10 @@ def _read(path: Path, hint: str = "") -> bytes:
 
 
 class EventFile:
-    """An event file of TensorBoard with values by step, written without torch and threads.
+    """An event file of TensorBoard with numbers by step, written without torch and threads.
 
     Args:
-        logdir: Folder in which TensorBoard finds the file.
+        logdir: TensorBoard's ``--logdir``.
         wanted_by: Name of the feature that needs tensorboard, for errors.
 
     Raises:

@@ -1,4 +1,6 @@
-"""The summary of a step: seconds per process and outermost stage."""
+"""The summary of a step that the watch makes: time by process and outermost stage, memory, spans
+and findings.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,12 @@ Duration = Annotated[int, msgspec.Meta(ge=0, le=MAX_NS)]
 """Nanoseconds, within bounds that are checked when a file is read."""
 
 OTHERS = "(others)"
-"""Name of the sum of all stages or spans beyond the maximum number of names."""
+"""Name under which all stages or spans beyond the maximum number of names are summed."""
 
 ROLLOUT, TRAINING, NO_REQUESTS = "rollout", "training", "no requests"
-"""Causes of idle time: generation, for training processes; the other two, for the rollout."""
+"""Causes of idle time. Training processes wait for the rollout; rollout replicas wait for the
+training, or have no requests.
+"""
 
 MOST_SPANS = 64
 """Maximum number of span names in a summary."""
@@ -41,7 +45,7 @@ class SpanTotal(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         duration_ns: Total duration of the spans. Spans overlap and nest, so the total may exceed
             the duration of the step.
         failed: Number of spans that raised.
-        tokens: Tokens of prompts and responses among the facts of the spans.
+        tokens: Sum of the facts ``prompt_tokens`` and ``response_tokens`` of the spans.
     """
 
     name: str
@@ -63,7 +67,7 @@ class SpanTotal(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=True):
-    """The seconds of one process in one step.
+    """How one process spent one step: its stages, memory, spans and counters.
 
     Attributes:
         lane: Name of the process, as in manifests: ``controller``, ``actor_rank0``,
@@ -72,19 +76,21 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
         rank: Rank of the process in the role.
         replica: Index of the replica, for a process that serves a rollout engine.
         stages: Names of the process's outermost stages in order of their first begin, one per line.
-        runs: The runs of the stages, as rows of four 64-bit numbers: line of the stage, begin, end,
-            and time in the stage (ns), on the clock of the loop's process. Runs that touch are one
-            row.
+        runs: The executions of the stages, as rows of four 64-bit numbers: line of the stage in
+            ``stages``, begin, end, and time in the stage (ns), on the clock of the loop's process.
+            Executions without a gap between them are one row.
         peak_bytes: Peak memory at the end of the step, of the device or else of the host, since the
             begin of the process or a reset of torch's peak statistics.
         held_bytes: Memory of the same kind at the last reading in the step, after a stage.
         spans: Totals of the process's trajectories and spans, if there are any.
-        collectives: The collectives that the process entered, if requested; none after the
-            comparison.
-        counts: The last values of the process's counters, in the last step of a reading.
-        late_ns: Total lateness of the process to the collectives of each stage; ``None`` if
+        collectives: The collectives that the process entered, if requested; removed once the
+            processes are compared.
+        counts: The last values of the process's counters, e.g. lengths of queues. Of the steps that
+            are read from the process at once, only the last has them.
+        late_ns: By stage, how long the other processes waited in collectives for this one to enter
+            last; ``None`` if unknown.
+        work: Sizes of the batches that the process got in the step, by outermost stage; ``None`` if
             unknown.
-        work: Work given to the process in the step, by outermost stage; ``None`` if unknown.
     """
 
     lane: str
@@ -102,15 +108,16 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
     work: dict[str, Work] | None = None
 
     def each_run(self) -> Iterator[tuple[str, int, int, int]]:
-        """Yield the runs of all stages: name, begin, end, and time in the stage (ns)."""
+        """Yield the rows of ``runs``: name of the stage, begin, end, and time in it (ns)."""
         names = self.stages.split("\n")
         for number, begin_ns, end_ns, took_ns in iter_unpack("4q", self.runs):
             yield names[number], begin_ns, end_ns, took_ns
 
     @property
     def has_spans(self) -> bool:
-        """Whether the process made trajectories, spans or requests;
-        pauses and parts of stages are none.
+        """Whether the process had trajectories, spans or requests in the step.
+
+        Pauses of the garbage collector and parts of weight updates do not count.
         """
         return any(
             total.name != GC and not total.name.startswith(f"{WEIGHT_SYNC}/")
@@ -143,8 +150,8 @@ class RoleMemory(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     Attributes:
         role: The role.
-        processes: Number of read processes.
-        lane: Process with the highest peak.
+        processes: Number of processes that were read.
+        lane: Name of the process with the highest peak.
         peak_bytes: Highest peak of a process.
         held_bytes: Highest memory of a process at the end of the step.
     """
@@ -192,9 +199,9 @@ class Hang(msgspec.Struct, frozen=True, omit_defaults=True):
         stage: The stage that was open in the loop; empty: none.
         quiet_s: Seconds since something progressed.
         usual_s: Usual duration of the stage, or of a step; ``None``: unknown.
-        lane: The process that is waited for.
-        reason: The part that this process is in.
-        waiting: The other processes, with the parts that they are in.
+        lane: Name of the process for which the others wait.
+        reason: Clause on this process, e.g. ``is in update_actor``.
+        waiting: The other processes, each with the stage that it is in.
     """
 
     stage: str
@@ -214,7 +221,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         end_ns: End of the step; 0 before.
         policy_version: Version of the weights, if the loop reports one.
         loop: The processes that run the loop: the controller, or every rank of an SPMD loop.
-        workers: The processes of workers, as far as they were read.
+        workers: The other processes, e.g. of workers, as far as they were read.
         exposed: Exposed times, in order of the stages.
         memory: Memory by role.
         spans: Totals of trajectories and spans, the longest first.
@@ -227,15 +234,15 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         helps: The change of one stage that would shorten the step most; ``None`` if unknown.
         samples: Number of trajectories that ended in the step; without trajectories, number of
             requests.
-        tokens: Tokens of prompts and responses of these trajectories; 0 if unknown.
-        taken: Number of samples that the training took, as reported by the loop; 0 if unknown.
-        taken_tokens: Their tokens; 0 if unknown.
+        tokens: Number of prompt and response tokens of these trajectories; 0 if unknown.
+        taken: Number of samples on which the step trained, as the loop reports it; 0 if unknown.
+        taken_tokens: Number of tokens of these samples; 0 if unknown.
         counts: The last values of counters, such as lengths of queues, each summed over the
             processes.
-        work: Work given to all processes by stage, as far as it is known.
+        work: Sum of the sizes of the batches of all processes, by stage, as far as known.
         hang: The last hang in the step.
         noticed: The anomaly that the watch noticed in this step, or explained after this step.
-        waits: Why a noticed anomaly is not captured yet, e.g. the cooldown; empty if none waits.
+        waits: Why a capture for a noticed anomaly waits, e.g. for the cooldown; else empty.
     """
 
     step: Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
@@ -279,8 +286,8 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def rates(self) -> dict[str, float]:
-        """Samples and tokens per second of the step that were made and taken,
-        as far as they are known.
+        """Samples and tokens per second that the rollout made and the training took in the step,
+        as far as known.
         """
         made = {
             "samples_per_s": self.samples,

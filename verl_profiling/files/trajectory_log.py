@@ -77,7 +77,8 @@ class TrajectoryRecord(msgspec.Struct, frozen=True, array_like=True, tag="t"):
             ``aborted``, ``filtered``, ...
         loop: Number of the event loop; -1 without an event loop.
         error: The error of a failed trajectory, in one line.
-        facts: Facts from the loop, e.g. ``validate``, ``turns``, ``min_version``, ``max_version``.
+        facts: Named values from user code, e.g. ``validate``, ``turns``, ``min_version``,
+            ``max_version``.
     """
 
     id: Id
@@ -105,7 +106,7 @@ class SpanRecord(msgspec.Struct, frozen=True, array_like=True, tag="s"):
         loop: Number of the event loop; -1 without an event loop.
         failed: Whether the span raised.
         request: The engine's id of the awaited request; empty if not given.
-        facts: Facts from the loop.
+        facts: Named values from user code, e.g. ``response_tokens``.
         open: Whether the span was open at the end of the trajectory or of the recording.
         status: ``cancelled``, or ``abandoned`` (its stream was closed early); else empty.
     """
@@ -152,7 +153,7 @@ class StatusChange(msgspec.Struct, frozen=True, array_like=True, tag="status"):
         group: The group.
         sample: The sample; ``None`` for all samples of the group.
         status: The new status.
-        at_ns: Time of the loop's report.
+        at_ns: Time at which the status was set.
     """
 
     group: str
@@ -167,7 +168,7 @@ class Counted(msgspec.Struct, frozen=True, array_like=True, tag="count"):
     Attributes:
         name: Name of the counter.
         at_ns: Time of the value.
-        value: Value of the counter.
+        value: Value of the counter from this time on.
     """
 
     name: str
