@@ -1,1 +1,1 @@
-"""Computes the rows of a step's report, one function per question."""
+"""Computes the rows of a step's report: stages, lost time by cause, collectives, rollout, ..."""

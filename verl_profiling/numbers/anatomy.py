@@ -144,7 +144,7 @@ def percent(spans: Spans, begin_ns: int, end_ns: int) -> list[int]:
 
 
 def requests_running(step: Step) -> list[RunningRow]:
-    """Return the mean number of unfinished requests of each replica, per part of the step."""
+    """Return each replica's mean number of unfinished requests in each of 240 parts of the step."""
     served = ((worker.name, request) for worker in step.of_capture for request in worker.requests)
     rows = []
     for (replica, name), of in sorted(
@@ -157,7 +157,7 @@ def requests_running(step: Step) -> list[RunningRow]:
 
 
 def _running(spans: Spans, begin_ns: int, end_ns: int) -> NDArray[np.float64]:
-    """Return the mean number of running spans in each part of the step; spans may overlap."""
+    """Return the mean number of (overlapping) spans that run in each of 240 parts of the step."""
     whole = max(end_ns - begin_ns, 1)
     edges = np.linspace(0.0, whole, PARTS + 1)
     inside = np.clip(spans - begin_ns, 0, whole).astype(np.float64)

@@ -38,7 +38,7 @@ def measures_of(worker: CaptureResult) -> Iterator[MeasureRow]:
 
 
 def costs(manifest: Manifest) -> list[CostRow]:
-    """Return the cost of the capture for each worker that was not skipped."""
+    """Return how long each worker took to start and stop recording; skipped workers have no row."""
     return [
         CostRow(worker=worker.name, start_s=worker.cost_s("start"), stop_s=worker.cost_s("stop"))
         for worker in manifest.workers
@@ -64,7 +64,7 @@ def clock_notes(manifest: Manifest) -> Iterator[str]:
 
 
 def counter_rows(counts: Counts, begin_ns: int, end_ns: int) -> Iterator[CounterRow]:
-    """Yield a row for each counter with a sample in the step or before it.
+    """Yield a row for each counter (e.g. a queue's length) with a sample in the step or before it.
 
     A sample is valid until the next one; the last sample before the step is the value at its begin.
     """

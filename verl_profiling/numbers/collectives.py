@@ -140,7 +140,7 @@ def _time_in(stage: str, lane: Lane, step: Step) -> Spans:
 
 
 def collective_rows(calls: Iterable[Calls]) -> list[CollectiveRow]:
-    """Return one row per collective and group, for the longest waits."""
+    """Return a row per collective and process group, for the 20 with the longest waits."""
     rows = []
     for collective in calls:
         late = ""

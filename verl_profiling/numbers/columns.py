@@ -262,8 +262,8 @@ class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
     Work is the time in the stage without waits for other workers in collectives.
 
     Attributes:
-        stage: The stage.
-        role: The role.
+        stage: Name of the stage.
+        role: Role of the workers.
         workers: Number of workers that ran the stage.
         slowest: Worker with the longest work.
         slowest_us: Work of the slowest worker.
@@ -332,7 +332,7 @@ class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
     """Waits of the ranks of a process group for each other in a collective.
 
     Attributes:
-        name: The collective.
+        name: Name of the collective.
         role: Role of the ranks.
         group: Ranks of the group, as the traces list them; for an NPU, the group's number.
         calls: Calls that every rank made.
@@ -363,7 +363,7 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
     """One kernel (or operator, in a CPU trace) in one stage, over all lanes.
 
     Attributes:
-        name: The kernel.
+        name: Name of the kernel.
         stage: Stage that launched it, or ``""``; without a recorded launch, the stage in which it
             began.
         calls: Number of calls.
@@ -739,7 +739,7 @@ class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
     """Training trajectories and requests of one policy version.
 
     Attributes:
-        version: The policy version.
+        version: Version of the policy's weights.
         behind: Version that the step trains minus this version, negative for a newer version;
             ``None`` if unknown.
         oldest: Number of trajectories whose oldest version is this one.
@@ -965,7 +965,7 @@ class GanttSpan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         lane: Name of the worker, or ``controller``.
-        name: The stage.
+        name: Name of the stage.
         begin_us: Begin, relative to the begin of the step.
         end_us: End, relative to the begin of the step.
         depth: 0 for an outermost stage.

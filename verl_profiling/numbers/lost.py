@@ -1,4 +1,4 @@
-"""Idle time by cause; every idle instant has exactly one cause."""
+"""Divides the idle time of lanes by cause; every idle instant has exactly one cause."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def rollout_of(
     pieces: Pieces,
     of_processes: Pieces,
 ) -> tuple[Rollout, Explanation] | None:
-    """Return the report's section "Rollout", and the explanation of any time by its causes.
+    """Return the report's section "Rollout", and an object that divides any time by cause.
 
     Return ``None`` if the step has no recorded trajectories.
 

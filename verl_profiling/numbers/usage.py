@@ -1,4 +1,4 @@
-"""The numbers of the report, with a table of their formulas.
+"""The numbers of lanes, devices, engines and kernels in the report, with a table of formulas.
 
 Stages, causes of idle time, collectives, stragglers and self times have modules of their own; this
 module computes all other numbers.
@@ -179,8 +179,8 @@ def device_row(lanes: Sequence[Lane], lost: Mapping[str, Spans]) -> DeviceRow:
 def engine_row(lane: Lane, step: Step) -> EngineRow:
     """Return the row of one engine rank, for the stage ``rollout``.
 
-    Without that stage, all but validation counts. Iterations with prompt tokens count as prefill.
-    The begin or the end of the engine's work is unknown if its recording misses it.
+    Without that stage, all work but that of validation counts. Iterations with prompt tokens count
+    as prefill. The begin or the end of the engine's work is unknown if its recording misses it.
     """
     iterations = lane.iterations[~holding(step.during(VALIDATE), lane.iterations[:, 0])]
     # vLLM runs an iteration without tokens after its last request

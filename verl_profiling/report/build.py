@@ -38,8 +38,8 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
     later.
 
     Args:
-        inputs: The step.
-        content: Everything that was read of it.
+        inputs: Folder, manifest and files of the step.
+        content: Everything that was read of them.
     """
     step, calls, notes = content.step, content.calls, content.notes
     tail = usage.rollout_tail(step)

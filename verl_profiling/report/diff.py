@@ -47,13 +47,14 @@ _LEAST_DRIFT = 0.01  # of the step
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """A number of both sides, in seconds per step.
+    """A time of both sides (A: before, B: after), in seconds per step.
 
     Attributes:
-        kind: ``step``, ``explained`` (part of the step's change), ``watch`` (step and exposed time
-            of stages, of all steps in the watch's log), ``stage``, ``around`` (pauses of the
-            capture, and stages around the step), ``worker`` (busy time), ``lost`` (lane-seconds),
-            ``trajectory`` (trajectory-seconds by cause) or ``kernel`` (self time).
+        kind: ``step``, ``explained`` (what a stage, or a kind of trajectories' time, adds to the
+            step's change), ``watch`` (step and exposed time of stages, of all steps in the watch's
+            log), ``stage``, ``around`` (pauses of the capture, and stages around the step),
+            ``worker`` (busy time), ``lost`` (lane-seconds), ``trajectory`` (trajectory-seconds by
+            cause) or ``kernel`` (self time).
         name: Name of the part, stage, lane, cause or kernel.
         before_s: Median over the steps of A; ``None`` if A does not have it.
         after_s: Median over the steps of B; ``None`` if B does not have it.
@@ -211,7 +212,8 @@ def compare(
         before: Reports of the captured steps of A.
         after: Reports of the captured steps of B.
         logged: Steps in the watch's log of A and of B.
-        explained: Change of the step by part (s), and its noise (s).
+        explained: What each part (a stage, or a kind of trajectories' time) adds to the step's
+            change (s), and the noise of that (s).
     """
     changes: list[Change] = []
     if before and after:
@@ -236,7 +238,7 @@ def _parts(
     before: Sequence[Report],
     after: Sequence[Report],
 ) -> Iterator[Change]:
-    """Yield the change of the step by part, or by stage if the parts explain less than half of it.
+    """Yield the step's change by part, or by stage if the parts explain less than half of it.
 
     Captures of other processes or stages have few parts in common, but each has the loop's stages.
     """
@@ -270,10 +272,10 @@ def _by_stage(
 
 
 _Key = tuple[str, str]
-"""Kind and name of a number."""
+"""Kind and name of a time, e.g. ``stage`` and ``rollout``."""
 
 _Numbers = dict[_Key, float]
-"""The numbers of a step (s)."""
+"""The times of a step (s)."""
 
 
 def _join(*sides: list[_Numbers]) -> None:

@@ -111,8 +111,8 @@ def write_tensorboard(reports: Sequence[Report], logdir: Path) -> None:
 
 
 def scalars(report: Report) -> Iterator[tuple[str, float]]:
-    """Yield the main numbers of a report by name, for any metric tracker;
-    ``profiled`` is 1 for each step.
+    """Yield the main numbers of a report by name, for any metric tracker; ``profiled`` is always 1,
+    which marks the step.
     """
     yield "profiled", 1.0
     yield "step_s", report.span_us / 1e6

@@ -47,8 +47,8 @@ _CURVES = ("load", "communication", "waiting")  # a curve of zeros is left empty
 
 
 def picture(report: Report) -> dict[str, Any]:
-    """Return the data of the picture: lanes by role with stages and load over time,
-    and running requests.
+    """Return the data of the picture "Lanes over time": lanes by role with stages and load, and
+    running requests.
     """
     path = []
     if report.captured:
@@ -78,7 +78,7 @@ def picture(report: Report) -> dict[str, Any]:
 
 
 def _part(row: PathRow) -> GanttSpan:
-    """Return a part of the critical path, named by its outermost stage."""
+    """Return a part of the critical path as a span of the picture, named by its outermost stage."""
     return GanttSpan(
         lane=row.worker,
         name=row.stage.split(" / ")[0],
@@ -162,7 +162,7 @@ def _group(role: str, lanes: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _envelope(stage: int, spans: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the first and last begin and end of a run of a stage on several lanes."""
+    """Return first and last begin, and first and last end, of a run of a stage on several lanes."""
     begins, ends = [span["begin"] for span in spans], [span["end"] for span in spans]
     return {
         "stage": stage,
@@ -360,8 +360,8 @@ def summary(report: Report) -> str:
 
 
 def _sentence(finding: Finding, lanes: int) -> str:
-    """Return a finding with any advice, and with the lanes that its text does not list,
-    unless all lanes.
+    """Return a finding with its advice, and with the lanes that its text does not name, unless it
+    is about all lanes.
     """
     words = re.findall(r"\w+", finding.text)
     where = [name for name in finding.lanes if name not in words]
@@ -391,7 +391,7 @@ def _sections(report: Report) -> Iterator[str]:
 
 
 def _table(report: Report, spec: Table) -> str:
-    """Return the section of a table; above the lost time is a bar."""
+    """Return the section of a table; the table ``lost`` has a stacked bar above it."""
     shown = spec.rows_shown(report)
     rows = shown[: spec.most]
     headings, lines = cells(rows)
@@ -426,7 +426,9 @@ def _picture(report: Report) -> str:
 
 
 def _rollout(report: Report) -> str:
-    """Return the section on the rollout, with a stacked bar for each division by cause."""
+    """Return the section on the rollout, with stacked bars by cause: of all trajectories, of the
+    last, ...
+    """
     rollout = report.rollout
     if rollout is None:
         return ""

@@ -49,9 +49,7 @@ _OF_ENGINES: tuple[str, ...] = ("decode", "generate", "prefill", "first token", 
 
 
 _LONG = 1.5
-"""Ratio of a response's length to the median from which it explains
-that the response was the last.
-"""
+"""Length, as a multiple of the median, that explains why a response was the last."""
 
 BLOCKED = 0.02
 """Blocks of event loops that cost this share of the trajectories' time explain other losses too."""
@@ -65,11 +63,11 @@ class Loss(NamedTuple):
     """A measured loss of time; above the threshold of its rule, it is a finding.
 
     Attributes:
-        text: A sentence with its number.
+        text: A sentence on the loss, with its number.
         seconds: Lane-seconds at stake.
         lanes: The lane at fault, if known; else the lanes that lost time, sorted by lost time.
         share: Share of time to compare with the threshold.
-        advice: Advice in place of the rule's.
+        advice: Advice in place of the rule's; empty for the rule's.
     """
 
     text: str
@@ -397,8 +395,8 @@ def last_trajectories(report: Report, rollout: Rollout) -> Iterator[Loss]:
 
 @_of_trajectories
 def one_cause(report: Report, rollout: Rollout) -> Iterator[Loss]:
-    """Yield the largest cause but waits, an engine's own work,
-    and lag that :func:`blocked` reports.
+    """Yield the largest cause of trajectories' time, without waits, an engine's own work, and lag
+    that :func:`blocked` reports.
     """
     explained = _OF_ENGINES
     if _loops_are_blocked(report):
@@ -494,6 +492,6 @@ def time_text(us: float) -> str:
 
 
 def is_recorded(stage: str, report: Report) -> bool:
-    """Return whether a capture, which may be limited to a stage, recorded a stage."""
+    """Return whether the capture recorded a stage; it may be limited to other stages."""
     request = report.capture_request
     return request is None or not request.only or stage in request.only

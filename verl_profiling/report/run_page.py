@@ -41,7 +41,10 @@ _MOST_CAPTURES = 1000
 
 
 class _Step(NamedTuple):
-    """A step on the page, from the log of the watch or from a capture."""
+    """A step on the page, from the log of the watch or from a capture.
+
+    ``stages`` are seconds by name; ``captured`` says who requested the step's capture.
+    """
 
     title: str
     link: str

@@ -24,7 +24,7 @@ from verl_profiling.units import byte_size, duration, three_digits, visible
 
 
 class Cell(NamedTuple):
-    """A cell of a table: value to sort by, text to show, and link."""
+    """A cell of a table: value to sort by, text to show, and address that the text links to."""
 
     value: Any
     text: str
@@ -102,7 +102,7 @@ class Table(NamedTuple):
         Args:
             report: The report.
             left_out: Number of rows that are not shown.
-            where: Where these rows are.
+            where: Text that says where these rows are, e.g. ``: --csv, --json``.
         """
         note = self.note if isinstance(self.note, str) else self.note(report)
         more = ""

@@ -179,7 +179,9 @@ def _shorten(heads: Sequence[str], lines: Sequence[list[str]], texts: Sequence[i
 
 def _first(report: Report) -> list[str]:
     """Return the names of the first screen's tables.
-    Which ones depends on suspects and trajectories.
+
+    With trajectories, ``trajectory_causes`` replaces ``lost``; with suspects, ``suspects`` replaces
+    ``stages``.
     """
     waits = bool(report.rollout and report.rollout.causes)
     left_out = {

@@ -64,7 +64,7 @@ def logged_steps(
 
 
 def watch_sentence(steps: Sequence[StepSummary]) -> str:
-    """Return a sentence on the steps of a run with at least one step."""
+    """Return a sentence on a run's steps, at least one: their number, the median, the longest."""
     took = [step.seconds for step in steps]
     index = slowest(took)
     first = ""
@@ -237,8 +237,8 @@ def _captures_line(view: RunView) -> str:
 
 
 def noticed_in(steps: Iterable[StepSummary]) -> list[tuple[Trigger, str]]:
-    """Return the anomalies that the watch noticed, in order, and why each is not captured,
-    if it waits.
+    """Return the anomalies that the watch noticed, in order, each with the reason why its capture
+    waits; the reason is empty if it does not wait.
     """
     anomalies: dict[int | None, tuple[Trigger, str]] = {}
     latest: Trigger | None = None

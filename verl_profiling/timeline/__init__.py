@@ -1,1 +1,1 @@
-"""Reads traces, and merges the traces of one step into one timeline."""
+"""Merges the traces, trajectory logs and stages of one step into one timeline."""

@@ -1,4 +1,4 @@
-"""Events of the timeline from the manifest, for which no trace is read.
+"""Events of the timeline that come from the manifest, not from a trace.
 
 They are stages and calls of the loop, stages of workers, requests of engines, and arrows. Hundreds
 of requests may overlap, so the requests of an engine are a process of their own. Arrows lead from

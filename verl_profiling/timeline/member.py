@@ -58,7 +58,7 @@ class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
     """The inputs for writing one gzip member of the timeline: one trace or trajectory log.
 
     Attributes:
-        source: The trace or log.
+        source: The trace or trajectory log to read.
         output: File to write.
         index: Index among all members, from 1; it selects the member's range of flow ids.
         pid: First process id of the lane.
@@ -85,10 +85,10 @@ class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """The result for one trace.
+    """The result of writing one member.
 
     Attributes:
-        path: The trace.
+        path: The trace or trajectory log.
         events: Number of events written, without metadata (``ph == "M"``).
         left_out: Number of events that :class:`Keep` left out.
         problems: Sentences on unreadable parts.
@@ -110,7 +110,7 @@ def packed(file: BinaryIO) -> igzip.IGzipFile:
 
 
 def write_events(events: Iterable[Event], file: igzip.IGzipFile) -> None:
-    """Write events in batches of 4,096, with a comma before each."""
+    """Write events in batches of 4,096, each after a comma, so that members can be concatenated."""
     left = iter(events)
     while batch := list(islice(left, _BATCH)):
         file.write(b",\n")
@@ -247,7 +247,7 @@ class _Drawn:
     Attributes:
         pid: Process id of the events.
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline, on the clock of the log.
-        rows: Names of the rows.
+        rows: Names of the rows, from top to bottom.
         placed: The selected records, each with its row.
     """
 
@@ -382,7 +382,10 @@ def lay_out(
 
 
 def _groups(log: TrajectoryLog) -> Iterator[tuple[str, list[list[Any]]]]:
-    """Yield the groups of rows: a name, and lists of a record with the spans below it."""
+    """Yield groups of rows: a name, and lists of a record with the spans below it.
+
+    An example is ``trajectories``, with each trajectory and its spans.
+    """
     loops = {loop.id: loop.name for loop in reversed(log.loops)}
     blocks: dict[int, list[list[Any]]] = {}
     for block in sorted(log.blocks, key=lambda block: block.loop):

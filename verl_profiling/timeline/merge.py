@@ -204,8 +204,8 @@ def _unpacked(result: MergeResult) -> MergeResult:
 def _plan(
     inputs: StepInputs, scratch: Path, base_ns: int, keep: Keep
 ) -> tuple[list[MemberJob], dict[str, int]]:
-    """Return the members to write, and the first pid on the timeline of each worker and
-    of the controller.
+    """Return a job for each member, and the first process id in the timeline of each worker and of
+    the controller.
     """
     lanes: dict[str, int] = {}
     pids = {CONTROLLER: LANE_PIDS}
