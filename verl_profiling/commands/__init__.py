@@ -82,7 +82,7 @@ def add_json(parser: argparse.ArgumentParser, documents: str = "one document") -
 
     Args:
         parser: The parser.
-        documents: Number of printed documents.
+        documents: How many documents the command prints, for the help: ``one document per step``.
     """
     option(parser, "--json", f"print JSON, {documents} (see docs/automation.md)")
 
@@ -97,7 +97,7 @@ def print_json(document: object) -> None:
 
 
 def show(arguments: argparse.Namespace, document: object, lines: Iterable[str]) -> None:
-    """Print a document as JSON with ``--json``, else its lines of text."""
+    """Print a result: as one JSON document with ``--json``, else as lines of text."""
     if arguments.json:
         print_json(document)
         return

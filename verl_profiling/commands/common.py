@@ -64,15 +64,15 @@ class StepByStep:
 
     Args:
         paths: The paths on the command line.
-        communication: Regular expressions of further communication kernels.
+        communication: Regular expressions; kernels whose names match count as communication, too.
         ray: Address of the Ray cluster that reads the traces; ``None`` for this host.
 
     Raises:
         TraceFormatError: There is nothing to analyse.
 
     Attributes:
-        steps: The readable captures; only a continuous capture has several steps.
-        each: Their steps.
+        steps: The readable captures. Only a continuous capture has several steps.
+        each: The steps of these captures, one object per step.
         is_well: Whether there was no warning, and no data is missing.
     """
 
@@ -92,7 +92,7 @@ class StepByStep:
         """Return each step with its report; a continuous capture is split into its steps.
 
         Args:
-            keep_graphs: Whether the steps keep their graphs.
+            keep_graphs: Whether each step keeps its :attr:`~CapturedStep.graph`.
         """
         reports = []
         with self.reading() as advance:
@@ -104,7 +104,7 @@ class StepByStep:
         return reports
 
     def reading(self) -> AbstractContextManager[Callable[[object], None]]:
-        """Show how many traces of all steps are read; yield the function that counts one."""
+        """Show how many traces of all steps are read; yield the function to call after each."""
         return progress("reading", sum(len(step.inputs.sources) for step in self.each))
 
     @contextmanager
@@ -144,14 +144,14 @@ def watched(run: Path) -> tuple[list[StepSummary], str]:
 def run_view(
     run: Path, info: RunInfo | None, steps: Sequence[StepSummary], hangs: str, note: str = ""
 ) -> RunView:
-    """Return a run as it is now.
+    """Return the present state of a run, for ``top``, ``report`` and the pages of a run.
 
     Args:
         run: The run's folder.
-        info: The content of its ``run.json``; ``None`` without a readable one.
+        info: The content of its ``run.json``; ``None`` without a readable file.
         steps: The steps in its watch log.
-        hangs: A sentence on the step that hangs; empty if none does.
-        note: Advice on the run.
+        hangs: A sentence on the step that hangs; empty if no step does.
+        note: Advice for the user, e.g. on how to capture a step.
     """
     over = "" if info is None else info.over
     is_gone = info is not None and bool(over) and info.end_ns is None
@@ -189,8 +189,12 @@ def warn(problem: str) -> None:
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[object], None]]:
-    """Show a progress bar on standard error if it is a terminal;
-    yield the function that advances it.
+    """Show a progress bar on standard error if it is a terminal; yield the function that advances
+    the bar.
+
+    Args:
+        what: The work, as one word, e.g. ``reading``.
+        total: Number of calls of the function until the work is done.
     """
     console = Console(stderr=True)
     count = TextColumn("{task.completed}/{task.total}")

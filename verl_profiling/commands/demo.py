@@ -19,7 +19,7 @@ from verl_profiling.tools.base import imported
 
 _STEPS = 24
 _CAPTURED = 20
-"""By then, most answers are right, and the watch knows the usual times."""
+"""The captured step: by then, most answers are right, and the watch knows usual durations."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

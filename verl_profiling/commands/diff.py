@@ -1,7 +1,7 @@
-"""Compares two steps, two runs or two report.json files: by stage, cause, worker and kernel.
+"""Compares two steps, two runs or two report.json files.
 
-Causes are those of idle time. With several steps on a side it compares medians; with several on
-both sides it shows the noise.
+The comparison is by stage, cause of idle time, worker and kernel. With several steps on a side it
+compares medians; with several on both sides it shows how much steps vary anyway (the noise).
 
 example: verl-profiling diff outputs/main outputs/branch --fail-above 5%
 """
@@ -101,8 +101,8 @@ class _Side(NamedTuple):
 
 
 def _side(path: Path, arguments: argparse.Namespace) -> _Side:
-    """Read one side. It has graphs if each of its steps has one,
-    unlike plain traces and saved reports.
+    """Read one side of the comparison. It has graphs if each of its steps has a graph, unlike
+    plain traces and saved reports.
     """
     if (saved := saved_report(path)) is not None:
         return _Side([saved], [], [])

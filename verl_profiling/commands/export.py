@@ -1,8 +1,8 @@
 """Sends the stages and trajectories of captured steps as OpenTelemetry spans.
 
-There is a trace per step, and a trace per trajectory. Names of spans are those of the report, and
-facts are attributes ``verl_profiling.<fact>``. Ids are hashes of what they stand for, so a second
-export sends the same ids.
+There is a trace per step, and a trace per trajectory. Names of spans are those of the report. Facts
+of a span, such as its tokens, are attributes ``verl_profiling.<fact>``. Ids are hashes of what they
+stand for, so a second export sends the same ids.
 
 example: verl-profiling export outputs/run --otlp http://localhost:4318/v1/traces
 """
@@ -45,7 +45,9 @@ _Key = tuple[object, ...]
 """Key of a span. Its first part is the key of the trace, which alone is the key of the root."""
 
 _Root = Callable[[int], _Key]
-"""Function that returns the key of the step that began last before a time (unix ns)."""
+"""Function that returns the key of the step in which something began at a time (unix ns): of the
+last step that had begun by then.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class _Span:
     """A span to send.
 
     Attributes:
-        process: Attributes of the process.
-        key: Key of the span.
+        process: OpenTelemetry's resource attributes of the process.
+        key: Key of the span, from which its ids are computed.
         parent: Key of the span around it; empty for a root.
         name: Name of the span.
         begin_ns: Begin of the span (unix ns).
@@ -107,8 +109,8 @@ def run(arguments: argparse.Namespace) -> bool:
 class _Endpoint:
     """An OTLP/HTTP endpoint.
 
-    The exporter reads no body, and takes a redirect for success (seen in 1.45), so the answers are
-    read here.
+    OpenTelemetry's exporter reads no body of an answer, and takes a redirect for success (seen in
+    1.45), so this class reads the answers.
 
     Raises:
         ToolUnavailableError: The exporter is not installed.
@@ -136,7 +138,7 @@ class _Endpoint:
         self._answers.append((response, response.raw.read(_LONGEST_BODY, decode_content=True)))
 
     def send(self, spans: Sequence[_Span]) -> tuple[int, str]:
-        """Send spans of processes.
+        """Send a batch of spans.
 
         Returns:
             The number of spans that the endpoint took, and why it did not take all.
@@ -176,7 +178,7 @@ def _rejected(body: bytes) -> tuple[int, str]:
 
 
 def _readable(span: _Span) -> ReadableSpan:
-    """Return a span as the exporter takes it."""
+    """Return a span in the form that OpenTelemetry's exporter takes."""
     from opentelemetry import trace
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan

@@ -38,14 +38,15 @@ class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
     """The captured part of a role.
 
     Attributes:
-        role: The role; empty for every other role.
+        role: The role; empty for all roles that the settings do not name.
         enable: Whether the role is captured.
         mode: ``e2e`` or ``discrete``.
-        workers: Selected numbers by ``ranks``, ``replicas`` or parallel dimension; empty for all.
+        workers: Numbers of the selected workers, by ``ranks``, ``replicas`` or a parallel dimension
+            such as ``pp``; empty if all are selected.
         stages: Captured stages in discrete mode, empty for all; ``None`` in e2e mode.
         files: The files of each tool as text, by the name of the tool.
-        most_files: Maximum number of files of a capture, if every stage runs once; ``None`` if
-            unknown.
+        most_files: Maximum number of files that a capture writes for the role, if every stage runs
+            once; ``None`` if unknown.
     """
 
     role: str
@@ -66,13 +67,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         schedule: The schedule as text.
         captures: First and last step of each capture.
         more: Whether more captures follow.
-        warm_ups: Steps with a discarded recording.
-        never: Listed steps after the loop's last step.
+        warm_ups: Steps that are recorded as a warm-up; their recordings are discarded.
+        never: Steps of ``schedule.steps`` after the loop's last step, which never come.
         keep_last: Number of captures that are kept on disk; ``None`` for all.
         noticed_from: The ratio to the median from which the watch notices a slow stage within 8
             steps, by the spread of the stage; empty if it does not look for slow stages.
         cautions: Sentences on settings that are likely to be mistakes.
-        roles: The roles.
+        roles: The plan of each role.
     """
 
     settings: dict[str, Any]

@@ -65,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> bool:
     """Report on every captured step under the paths, and on their runs, also without a captured
-    step; return whether all data is there, and no finding is in the verdict.
+    step; return whether all data is there, and with ``--verdict`` nothing stands out.
 
     Raises:
         ConfigError: ``--csv``, ``--tensorboard`` or ``--verdict`` is given, which need a captured
@@ -182,9 +182,10 @@ def _write_tables(reports: Sequence[Report], arguments: argparse.Namespace) -> l
 
 
 def _verdict(reports: Sequence[Report], arguments: argparse.Namespace) -> bool:
-    """Print the finding with most seconds of all steps; return whether one stands out.
+    """Print the finding with most seconds of all steps; return whether any finding stands out.
 
-    The largest cause of the trajectories' time is usual work, and comes after all losses.
+    The largest part of the trajectories' time is a finding, too. It is usual work, so it stands
+    out in no step, and is printed only if there is no loss.
     """
     findings = [
         (finding, report)

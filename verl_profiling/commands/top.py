@@ -1,9 +1,10 @@
 """Shows a running job, live, from the watch.jsonl of a run with watch.enable=true.
 
-Shown are its last step, and whether steps get longer; where the time of a step goes (exposed time,
-by stage), and which process leads there; memory, and the captures so far. The job is asked nothing.
-Ctrl-C quits; the command ends by itself when the run does. Where the output is no terminal, it
-prints one frame. Exits 1 when the run's process is gone without a word, and when a step hangs.
+Shown are its last step, and whether steps get longer; by how much each stage makes a step longer
+(its exposed time), and for which process the others wait there; memory, and the captures so far.
+Only files are read; no call goes to the job. Ctrl-C quits; the command ends by itself when the run
+does. Where the output is no terminal, it prints one frame. Exits 1 when the run's process is gone
+before the end of training, and when a step hangs.
 
 example: verl-profiling top outputs/run --interval 5
 """
@@ -85,7 +86,7 @@ def _follow(live_run: LiveRun, console: Console, interval_s: float) -> RunView:
 
 
 class LiveRun:
-    """Reads a run again and again.
+    """Reads the watch log and ``run.json`` of a run again and again.
 
     Raises:
         TraceFormatError: The run has no watch log, and its watch is off.

@@ -2,7 +2,7 @@
 
 Options change the settings for these captures only. A request is a file in the run's folder, which
 may be a URL. Prints at once whether a job runs there. Exits 1 when the request is refused, and when
-the time of --wait is over.
+it is not accepted within the time of --wait.
 
 example: verl-profiling trigger outputs/run --roles actor --ranks 0,3 --wait
 """
@@ -103,7 +103,7 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class Job:
-    """A run that takes capture requests.
+    """A run whose job reads capture requests from the run's folder.
 
     Attributes:
         folder: The run's folder, local or at a URL.
@@ -217,7 +217,7 @@ def find_job(place: str | Path) -> Job:
 
 
 def _run_folders(place: str | Path) -> Sequence[LocalFolder | RemoteFolder]:
-    """Return the folders that may be those of runs, in order."""
+    """Return the folders at a place that may be run folders, in order: itself, ``run_2``, ..."""
     if is_url(str(place)):
         return _run_folders_behind(str(place))
     folder = Path(place)

@@ -84,10 +84,11 @@ def run(arguments: argparse.Namespace) -> bool:
 
 
 def _predictions(work: StepByStep, changes: Mapping[str, Any]) -> list[tuple[str, Prediction]]:
-    """Return the title and the prediction of each step; warn of steps without such a change.
+    """Return the title and the prediction of each step; warn of steps that lack, e.g., the stage
+    to be changed.
 
     Raises:
-        ConfigError: No step has what is to be changed.
+        ConfigError: The changes fit no step, e.g. no step has the stage.
     """
     predictions: list[tuple[str, Prediction]] = []
     refusals: list[tuple[str, ConfigError]] = []
@@ -117,7 +118,7 @@ def _values(
     """Return a parser of an option like ``rollout=0.5,reward=2``, for :mod:`argparse`.
 
     Args:
-        read: Converts the text of a value.
+        read: Function that converts the text after ``=``.
     """
 
     def parse(text: str) -> list[tuple[str, float | str]]:
