@@ -34,20 +34,21 @@ from verl_profiling.steps.step import GRAPH_CAPTURE
 from verl_profiling.units import duration
 
 _MOST_CATEGORIES = 12  # that a sentence lists
+# Categories of a trace in which no operator ran
 _MARKS = frozenset(("no category", "Trace", "user_annotation", "python_function", "overhead"))
-_COVERS = ("compute", "communication", "memory", "unrecognised")
+_COVERS = ("compute", "communication", "memory", "unrecognised")  # attributes of a Lane
 _ON_DEVICE, _ON_HOST = (COMPUTE, COMMUNICATION, MEMORY, UNKNOWN), (HOST, HOST_COMMUNICATION)
 
-# Shortest kernel that bounds others: events of no duration lie inside of them
-# (pytorch/kineto issue 136).
+# A kernel has to end before the next kernel of its stream that is at least this long. Shorter
+# events may lie inside a kernel (pytorch/kineto issue 136).
 _THINNEST_NS = 1_000
-_LEAST_LAUNCHES = 4  # fewer may all be of different graphs
+_LEAST_LAUNCHES = 4  # fewer launches may all be of different graphs
 _OVERLAP_NS = 100_000  # overlaps of intact traces: at most 43 us (torch on CUDA, ROCm, MTIA)
 
 
 def read_lane(job: LaneJob) -> LaneTraces:
-    """Read the traces of one lane. Without a readable trace, or an event of known work,
-    it has no lanes.
+    """Read the traces of one lane. The result has no lanes if no trace is readable, or if no event
+    is work.
     """
     events = LaneEvents(job)
     if events.traces.paths:
@@ -56,12 +57,12 @@ def read_lane(job: LaneJob) -> LaneTraces:
 
 
 class _Launches(NamedTuple):
-    """The launches of a lane as columns, sorted by number.
+    """Host calls that launch device work, e.g. ``cudaLaunchKernel``, as columns sorted by number.
 
     Attributes:
-        numbers: The numbers.
-        begins: When the host launched (unix ns).
-        of_graphs: Whether a graph was launched.
+        numbers: Number that each call shares with the device events that it launched.
+        begins: Begin of each call (unix ns).
+        of_graphs: Whether each call launched a graph.
     """
 
     numbers: Ints
@@ -69,8 +70,8 @@ class _Launches(NamedTuple):
     of_graphs: Ints
 
     def begins_of(self, rows: Rows) -> Ints:
-        """Return when the host launched each event (unix ns);
-        without a recorded launch, its begin.
+        """Return the begin of the host call that launched each event (unix ns); without a recorded
+        call, the begin of the event.
         """
         place = np.searchsorted(self.numbers, rows.launches)
         is_recorded = np.append(self.numbers, -1)[place] == rows.launches
@@ -156,12 +157,12 @@ def _note_no_work(events: LaneEvents) -> None:
 
 
 def _devices(events: LaneEvents, rows: Rows) -> dict[str, list[int]]:
-    """Return the numbers of each device's keys by its name;
+    """Return, by device name, the numbers of the keys (see :class:`Key`) of the device's events;
     add a note on events of unknown category.
     """
     numbers = np.flatnonzero(np.bincount(rows.keys))
     kinds = events.table.kinds(numbers.astype(np.int32))
-    # Numbers of the keys of each process, of known work and of unknown categories.
+    # By process id in the trace: numbers of keys of known work, and of keys of unknown categories.
     recognised, unknown = defaultdict[object, list[int]](list), defaultdict[object, list[int]](list)
     for number, kind in zip(numbers.tolist(), kinds.tolist(), strict=True):
         pid = events.table.keys[number].pid
@@ -189,10 +190,10 @@ def _devices(events: LaneEvents, rows: Rows) -> dict[str, list[int]]:
 
 
 def _bounded(events: LaneEvents, rows: Rows, graphs: Ints) -> Rows:
-    """Return the rows with impossible ends moved to the next begin on the stream,
-    and note how many.
+    """Return the rows; a kernel that runs over the next kernel of its stream ends where that
+    begins. A note has the number of such kernels.
     """
-    # Copies of NPUs overlap, and so may collectives of several groups.
+    # Only computation: copies of NPUs overlap, and so may collectives of several groups.
     is_long = np.diff(rows.spans)[:, 0] >= _THINNEST_NS
     computing = (events.table.kinds(rows.keys) == COMPUTE) & is_long
     if not computing.any():
@@ -213,10 +214,12 @@ def _bounded(events: LaneEvents, rows: Rows, graphs: Ints) -> Rows:
 
 
 def _has_lost_kernels(events: LaneEvents, rows: Rows, launches: _Launches) -> bool:
-    """Return whether graph launches lost kernels, so that the work of the device is unknown."""
+    """Return whether the traces lack kernels of graph launches, so that the device's work is
+    unknown.
+    """
     recorded = joined([rows, *events.behind])
     recorded = recorded.of(events.table.kinds(recorded.keys) <= UNKNOWN)
-    # Launches behind that of the last recorded event may be still in flight at the end of the
+    # Work that was launched after the last recorded event may be still in flight at the end of the
     # recording.
     wanted = launches.begins <= launches.begins_of(recorded).max()
     wanted &= launches.of_graphs > 0
@@ -234,15 +237,16 @@ def _has_lost_kernels(events: LaneEvents, rows: Rows, launches: _Launches) -> bo
 def _reduced(
     events: LaneEvents, rows: Rows, launches: _Launches, kinds: Sequence[int], lane: Lane
 ) -> Lane:
-    """Return a lane with its rows reduced to the time of each kind, the collectives and the
+    """Return a lane with its events reduced to the time of each kind, the collectives and the
     operators.
 
     Args:
-        events: The events of the lane's traces.
-        rows: The rows.
-        launches: The launches.
-        kinds: The kinds of computation, communication, copies and unrecognised work.
-        lane: The lane.
+        events: What was read of all traces of the process.
+        rows: Events of this lane's device, or of the host.
+        launches: Host calls that launched the events.
+        kinds: Numbers of the kinds (see :mod:`~verl_profiling.steps.kinds`) that are computation,
+            communication, copies and unrecognised work. For the host, the first two.
+        lane: The lane without these columns.
     """
     kind_of_row = events.table.kinds(rows.keys)
     of_kinds = zip(_COVERS, kinds, strict=False)
@@ -276,8 +280,9 @@ def _collectives(events: LaneEvents, rows: Rows) -> dict[tuple[str, Group], Span
 def _ops(
     events: LaneEvents, rows: Rows, launches: _Launches
 ) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return calls and self time (ns) by name and by the stage in
-    which a call is launched, or begins.
+    """Return number of calls and self time (ns) of kernels or operators, by stage and name.
+
+    The stage is that in which the host launched a call; without a launch, that in which it begins.
     """
     stages, keys = events.job.stages, events.table.keys
     self_times = nested_times(rows.spans, events.table.threads(rows.keys))
@@ -299,8 +304,8 @@ def _ops(
 
 
 def _outermost(iterations: Ints) -> Ints:
-    """Return the iterations that are inside no other one:
-    SGLang may annotate an iteration twice.
+    """Return an engine's iterations without those inside another iteration, because SGLang may
+    annotate an iteration twice.
     """
     iterations = iterations[np.lexsort((-iterations[:, 1], iterations[:, 0]))]
     latest = np.maximum.accumulate(iterations[:, 1])
@@ -315,12 +320,13 @@ def _lost_kernels(launched: Ints, launches: Ints, names: NDArray[np.int32]) -> s
 
     All launches of one graph run the same kernels, in an order that differs if the graph has
     branches. A graph that is launched once mostly has a kernel of its own, e.g. for its batch size.
-    So if most launches run only kernels that others run too, but not the same ones, some are lost.
+    A launch is partial if other launches run each of its kernels, but none runs the same set.
+    If most launches are partial, kernels are lost.
 
     Args:
-        launched: Numbers of the graph launches.
-        launches: Number of the launch of each kernel.
-        names: Name of each kernel, as a number.
+        launched: Numbers of the host calls that launched graphs.
+        launches: Number of the host call that launched each kernel.
+        names: Number of each kernel's name.
     """
     empty = int((~np.isin(launched, launches)).sum())
     if empty:
@@ -344,16 +350,16 @@ def _lost_kernels(launched: Ints, launches: Ints, names: NDArray[np.int32]) -> s
 
 
 def _bounded_ends(spans: Spans, streams: NDArray[np.int32], graphs: Ints) -> Ints:
-    """Return the ends of kernels, where one that runs beyond the end of the next one ends at its
-    begin.
+    """Return the end of each kernel; for a kernel that outlasts the next kernel of its stream, the
+    begin of the next.
 
-    A stream is serial, so such a duration is impossible. Kernels of one graph may run at the same
-    time.
+    A stream is serial, so such a duration is impossible. But kernels of one graph may run at the
+    same time.
 
     Args:
         spans: Begin and end of kernels (ns), at least one.
         streams: Number of each kernel's stream.
-        graphs: Number of the graph launch of each kernel, else 0.
+        graphs: Number of the graph launch of each kernel; 0 for a kernel outside graphs.
     """
     order = np.lexsort((spans[:, 0], streams))
     begin, end = spans[order].T.copy()

@@ -1,9 +1,11 @@
 """Matches the calls of collectives between the ranks of a process group.
 
-The ranks of a group leave a collective together. So calls are matched by their order and their end:
-a profiler that begins late, or has a hole, misses calls. Only durations are compared between ranks,
-so clock offsets have no influence. Without a manifest, calls of several hosts are matched only if
-all ranks have as many.
+A call is one collective of all ranks, and a run is one rank's part in it. The nth runs of two ranks
+may be of different calls, because a profiler that begins late misses calls. But the ranks of a
+group leave a collective together. So runs are matched by order and by end.
+
+Waits are computed from durations only, so clock offsets have no influence. Without a manifest,
+calls of several hosts are matched only if all ranks have the same number of runs.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ class Calls(NamedTuple):
 
     Attributes:
         role: Role of the ranks.
-        name: The collective.
-        group: The group.
+        name: Name of the collective's kernel or operator.
+        group: Process group of the collective.
         lanes: Lanes of the captured ranks.
         runs: Begin and end (ns) of each rank's run of each call, shape (ranks, calls, 2).
-        cost: Length of the shortest run of each call (ns).
-        last: Index of the rank that entered each call last.
+        cost: Duration of each call's shortest run (ns): that of the last rank, which did not wait.
+        last: Index in ``lanes`` of the rank with the shortest run of each call.
     """
 
     role: str
@@ -47,14 +49,20 @@ class Calls(NamedTuple):
         return len(self.lanes) == self.group.size
 
     def waiting(self, rank: int, calls: Any = slice(None)) -> Spans:
-        """Return the spans in which a rank waited in calls; spans may overlap."""
+        """Return the spans in which a rank waited for others, from the begin of each run; spans may
+        overlap.
+
+        Args:
+            rank: Index of the rank in ``lanes``.
+            calls: Selection of calls.
+        """
         begins = self.runs[rank, calls, 0]
         return np.stack((begins, self.runs[rank, calls, 1] - self.cost[calls]), axis=1)
 
 
 def matched_calls(step: Step) -> tuple[list[Calls], list[str]]:
-    """Return the calls that all ranks of a group left together, and a note on the runs without such
-    a call.
+    """Return the calls that all ranks of a group left together, and a note on runs that match no
+    run of another rank.
 
     Groups of different replicas have the same name, but are different groups.
     """
@@ -87,8 +95,10 @@ def matched_calls(step: Step) -> tuple[list[Calls], list[str]]:
 
 
 def _engines(lanes: list[Lane], size: int) -> list[list[Lane]]:
-    """Divide lanes that name the same group: several engines, each with its ranks from 0,
-    name them alike.
+    """Divide lanes with equal names of a group into one list per real group.
+
+    Several engines may name their groups alike, and each counts its ranks from 0. Without at least
+    two lanes of a group, there is no list.
     """
     by_rank = defaultdict(list)
     for lane in lanes:
@@ -103,14 +113,14 @@ def _engines(lanes: list[Lane], size: int) -> list[list[Lane]]:
 def _left_together(of_lanes: Sequence[Spans], error_ns: int, is_one_clock: bool) -> Ints:
     """Return the runs of the calls that all ranks left together, shape (ranks, calls, 2).
 
-    The nth runs of all ranks are one call, unless their ends say otherwise: a profiler that began
-    one call later, and ended one later, has as many runs. With other numbers of runs, those that
-    end together are.
+    The nth runs of all ranks are one call, unless their ends do not fit. For example, a profiler
+    that began and ended one call later has the same number of runs. If ranks have different
+    numbers of runs, those that end together are one call.
 
     Args:
         of_lanes: The runs of each rank, sorted by begin.
-        error_ns: Error of the clocks (ns).
-        is_one_clock: Whether all times are on one clock, up to the error.
+        error_ns: Largest error of the ranks' clock offsets (ns).
+        is_one_clock: Whether all times are on one clock, up to this error.
     """
     by_end = _by_end(of_lanes)
     is_call = _is_call(by_end, error_ns)
@@ -129,12 +139,12 @@ def _left_together(of_lanes: Sequence[Spans], error_ns: int, is_one_clock: bool)
 
 
 def _left_steadily(of_lanes: Sequence[Spans]) -> Ints:
-    """Return the runs of the calls that all ranks left together, of hosts whose clocks are not
-    compared.
+    """Return the runs of the calls that all ranks left together, on hosts with unknown clock
+    offsets; shape (ranks, calls, 2).
 
-    Ends that are near to each other may be of different calls. But the ends of one call are as far
-    apart as those of the next one, which tells a match by order from one by end. With other numbers
-    of runs, neither is known.
+    With an offset, ends that are near each other may be of different calls. But in a right match,
+    the ends of two ranks are equally far apart in all calls. So of the matches by order and by end,
+    the steadier one is taken. If ranks have different numbers of runs, no call is matched.
     """
     if len(set(map(len, of_lanes))) > 1:
         return np.stack([runs[:0] for runs in of_lanes])
@@ -144,23 +154,27 @@ def _left_steadily(of_lanes: Sequence[Spans]) -> Ints:
 
 
 def _unsteady_ns(runs: Ints) -> float:
-    """Return by how much the distance of the ranks' ends differs between matched runs,
-    on average (ns).
+    """Return how far the distances between two ranks' ends are from their median, on average
+    (ns).
     """
     apart_ns = runs[:, :, 1] - runs[0, :, 1]
     return float(np.abs(apart_ns - np.median(apart_ns, axis=1, keepdims=True)).mean())
 
 
 def _recorded_by_all(of_lanes: Sequence[Spans]) -> int:
-    """Return the number of runs that end while all ranks recorded, of the rank with the fewest."""
+    """Return how many calls all ranks may have recorded: the fewest runs of a rank that end while
+    all ranks record.
+    """
     first = max(runs[:, 0].min() for runs in of_lanes)
     last = min(runs[:, 1].max() for runs in of_lanes)
     return min(int(((first <= runs[:, 1]) & (runs[:, 1] <= last)).sum()) for runs in of_lanes)
 
 
 def _by_end(of_lanes: Sequence[Spans]) -> Ints:
-    """Return the runs of all ranks whose ends are the nearest to each other,
-    shape (ranks, calls, 2).
+    """Return the runs that match by end, shape (ranks, calls, 2).
+
+    A run of the rank with the fewest runs matches the run of each other rank with the nearest end,
+    if its own end is also the nearest for that run.
     """
     by_end = [runs[np.argsort(runs[:, 1], kind="stable")] for runs in of_lanes]
     fewest = min(by_end, key=len)
@@ -179,9 +193,10 @@ def _nearest(ends: Ints, times: Ints) -> Ints:
 
 
 def _is_call(runs: Ints, error_ns: int) -> NDArray[np.bool_]:
-    """Return for each set of matched runs, one of each rank, whether they are one call.
+    """Return for each set of matched runs, one per rank, whether they can be one call.
 
-    In a call, all ranks are inside at once, and leave within half of the longest run.
+    In a call, all ranks are inside at once, and their ends differ by half of the longest run at
+    most.
     """
     enter, leave = runs[:, :, 0], runs[:, :, 1]
     is_beside = leave.min(axis=0) + error_ns >= enter.max(axis=0)

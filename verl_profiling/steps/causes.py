@@ -1,4 +1,5 @@
-"""The time of trajectories divided into intervals with a cause.
+"""The time of trajectories divided into intervals with a cause, such as ``queued``, ``decode`` or
+``loop lag``.
 
 Loop lag is the time for which a trajectory is delayed because another task blocks its event loop. A
 block stops every task of the loop, but not work elsewhere: an engine goes on with its request, a
@@ -53,7 +54,7 @@ _JOINED = {
     GENERATE: ("first token", "queued", "prefill", "decode"),
     "first token": ("queued", "prefill"),
 }
-"""Causes of requests without an engine's statistics, each with the causes that it joins."""
+"""Causes of requests whose engine reports few times, each with the causes that it stands for."""
 
 _IN_ENGINE = range(1, len(REQUEST_PARTS) - 1)
 """Numbers of the causes of requests in an engine, which no block of an event loop delays."""
@@ -61,7 +62,14 @@ _NO_TRAJECTORY = "requests of no trajectory"
 
 
 def joined_causes(*sides: Collection[str]) -> dict[str, str]:
-    """Return the cause that a cause of requests counts as, if a side has them joined only."""
+    """Return, by cause of a request, the coarser cause that it counts as in a comparison.
+
+    For example, one report has ``generate`` only. Then ``queued``, ``prefill`` and ``decode`` of
+    the other report count as ``generate``.
+
+    Args:
+        sides: Causes in each of the compared reports.
+    """
     joined: dict[str, str] = {}
     for whole, parts in _JOINED.items():
         if any(whole in names and parts[-1] not in names for names in sides):
@@ -70,23 +78,24 @@ def joined_causes(*sides: Collection[str]) -> dict[str, str]:
 
 
 DRAIN_NS = 50_000_000
-"""Time after a block in which the loop runs the tasks that became ready during the block."""
+"""Time (ns) after a block in which the loop runs the tasks that became ready during the block."""
 
 # blocks with gaps up to this are one block: other tasks run for a moment between
 _TOGETHER_NS = 10_000_000
 
 
 class Pieces(NamedTuple):
-    """Intervals with one cause each, as columns. Overlapping intervals of one owner share the time
-    equally.
+    """Intervals of time with one cause each, as columns.
+
+    Intervals of one trajectory or process may overlap, and then share the time equally.
 
     Attributes:
-        owner: Number of the trajectory (or process).
+        owner: Index of the trajectory, or of the process for time outside trajectories.
         begin: Begin (unix ns).
         end: End (unix ns).
         cause: Index of the cause in ``causes``.
-        loop: Number of the event loop, or -1.
-        span: Number of the innermost span, or -1.
+        loop: Number of the event loop whose blocks can delay the interval, or -1.
+        span: Row of the innermost span in :attr:`Records.spans`, or -1.
         causes: Names of the causes.
     """
 
@@ -99,19 +108,21 @@ class Pieces(NamedTuple):
     causes: Sequence[str]
 
     def of(self, rows: NDArray[Any], **others: Any) -> Pieces:
-        """Return the intervals at the given indices, with other columns in place of some."""
+        """Return the intervals at the given indices; ``others`` replaces columns by name."""
         return Pieces._make((*(column[rows] for column in self[:-1]), self.causes))._replace(
             **others
         )
 
     def joined(self, *others: Pieces) -> Pieces:
-        """Return the intervals with those of others behind them."""
+        """Return these intervals, followed by those of the others."""
         columns = zip(self[:-1], *(other[:-1] for other in others), strict=True)
         return Pieces._make((*map(np.concatenate, columns), self.causes))
 
     def seconds(self, took: NDArray[Any]) -> dict[str, float]:
-        """Return the seconds of each cause as :func:`ranked` does,
-        from the time of each interval (ns).
+        """Return seconds by cause, sorted as by :func:`ranked`.
+
+        Args:
+            took: Time of each interval that counts (ns), e.g. its share of a window.
         """
         return ranked(
             self.causes, np.bincount(self.cause, weights=took, minlength=len(self.causes))
@@ -119,11 +130,11 @@ class Pieces(NamedTuple):
 
 
 def ranked(causes: Sequence[str], took: NDArray[Any]) -> dict[str, float]:
-    """Return the seconds of causes by name, the largest first and ``unexplained`` last.
+    """Return seconds by cause, largest first and ``unexplained`` last.
 
     Args:
         causes: Names of the causes.
-        took: Times of the causes (ns); causes of less than a nanosecond are left out.
+        took: Time of each cause (ns); causes of less than a nanosecond are left out.
     """
     seconds = [
         (cause, ns / 1e9) for cause, ns in zip(causes, took.tolist(), strict=True) if ns >= 0.5
@@ -144,7 +155,7 @@ def pieces_of(records: Records, served: Mapping[int, Request]) -> tuple[Pieces, 
 
     Args:
         records: The recorded trajectories.
-        served: The request of each span, by the span's number.
+        served: The engine's request of each ``generate`` span, by row in :attr:`Records.spans`.
     """
     spans = records.spans
     inside = np.flatnonzero(spans.parent >= 0)
@@ -164,8 +175,9 @@ def pieces_of(records: Records, served: Mapping[int, Request]) -> tuple[Pieces, 
 
 
 def _by_request(pieces: Pieces, spans: SpanTable, served: Mapping[int, Request]) -> Pieces:
-    """Divide ``generate`` spans by the parts of their requests;
-    drop loops that cannot delay a part.
+    """Divide intervals of ``generate`` spans by the parts of their requests, such as ``decode``.
+
+    Parts inside the engine get the loop -1, because no event loop delays them.
     """
     columns = (column.tolist() for column in (pieces.span, pieces.cause, pieces.begin, pieces.end))
     parts = [
@@ -181,7 +193,7 @@ def _by_request(pieces: Pieces, spans: SpanTable, served: Mapping[int, Request])
 
 
 def _divided(request: Request, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the parts of a request in an interval of its span: cause, begin, end.
+    """Yield the parts of a request in an interval of its span: number of the cause, begin, end.
 
     Time before the request's begin is ``to the engine``, time after its end ``from the engine``.
     """
@@ -209,7 +221,7 @@ def _in_no_span(records: Records) -> Pieces:
 
 
 def _with_lag(waits: Pieces, blocks: Blocks) -> Pieces:
-    """Cut loop lag out of the intervals, each followed by the rest of its interval."""
+    """Return the intervals with loop lag cut out: the lag of an interval, then the rest of it."""
     if not len(blocks.loop):
         return waits
     until = blocks.end + _TOGETHER_NS

@@ -51,7 +51,8 @@ class Checked(msgspec.Struct, frozen=True):
 
     Attributes:
         path: Path relative to the folder that was checked.
-        status: Status of the artifact.
+        status: Status of the artifact. ``begun`` or ``cut`` is the status of a manifest whose
+            capture has not ended, or ended early.
         reason: Reason for any status but ``ok``.
         bytes: Size on disk.
         events: Number of events, for a trace.
@@ -71,8 +72,8 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
         directory: The checked folder or trace.
         ok: Whether every artifact is ``ok`` (or was skipped on purpose).
         artifacts: One entry per artifact.
-        note: Notes on plain traces, or advice on capturing a step for a watched run without
-            captures.
+        note: Notes on traces without a manifest. For a run that was only watched, advice on
+            capturing a step.
     """
 
     directory: str
@@ -82,11 +83,11 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check(path: Path, limits: Limits | None = None, ray: str | None = None) -> CheckResult:
-    """Read all expected files of a step folder, a run folder or a folder of traces.
+    """Read every expected file of a step folder, a run folder or a folder of traces to its end.
 
     Args:
         path: The folder, or a trace.
-        limits: How much of each trace is read.
+        limits: Limits on reading each trace.
         ray: Address of the Ray cluster that reads the artifacts of step folders; ``None`` for this
             host.
 
@@ -117,7 +118,7 @@ def check(path: Path, limits: Limits | None = None, ray: str | None = None) -> C
 
 
 def _check_traces(folder: Path, limits: Limits, notes: list[str]) -> Iterator[Checked]:
-    """Check the plain traces in a folder; add the notes on them."""
+    """Check the traces in a folder without manifests; add notes on them to ``notes``."""
     steps, damaged = plain_steps([folder])
     notes += [note for step in steps for note in step.notes]
     files = {source.path for step in steps for source in step.files}
@@ -149,7 +150,7 @@ def _check_run(run: Path) -> Iterator[Checked]:
 
 
 def _check_losses(run: Path, info: RunInfo) -> Iterator[Checked]:
-    """Yield what ``run.json`` lists and the folder of the run does not hold."""
+    """Yield the steps that ``run.json`` lists, but that have no folder in the run's folder."""
     for step, why in info.not_captured.items():
         if not (run / step_folder_name(step)).exists():
             yield Checked(RUN_NAME, "missing", f"step {step} was not captured: {why}")
@@ -173,7 +174,7 @@ def _check_losses(run: Path, info: RunInfo) -> Iterator[Checked]:
 
 
 def _check_step(folder: Path, limits: Limits, ray: str | None) -> Iterator[Checked]:
-    """Check a step folder; paths are relative to it."""
+    """Check a step folder; paths of the entries are relative to it."""
     if not (folder.is_symlink() or (folder / MANIFEST_NAME).exists()):
         yield Checked(MANIFEST_NAME, "missing", f"{folder.name} {UNWRITTEN}")
         return
@@ -252,7 +253,15 @@ _Content = tuple[Status, str, int | None]
 def _check_file(
     name: str, path: Path, limits: Limits, content: Callable[[Path, Limits], _Content] | None = None
 ) -> Checked:
-    """Check a trajectory log, a trace, or a file for which ``content`` is given."""
+    """Check one file.
+
+    Args:
+        name: Path shown for the file.
+        path: The file.
+        limits: Limits on reading.
+        content: Function that checks the content; by default that for trajectory logs or traces, by
+            the suffix of the name.
+    """
     read = content or (_log if name.endswith(LOG_SUFFIX) else _trace)
     try:
         size = path.stat().st_size

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _THREADS = Path("/proc/self/task")  # has one entry per thread, including threads of libraries
 _CONNECT_S = 5.0
-_TASKS_PER_NODE = 8  # at most, on average: they reserve no CPU, and their results wait in memory
+_TASKS_PER_NODE = 8  # limit, on average: tasks reserve no CPU, and their results wait in memory
 _SPAWN_BYTES = 8 << 20  # for smaller inputs, starting processes takes longer than it saves
 
 
@@ -32,7 +32,7 @@ def results(
     """Yield the result of each call in order; for an unreadable file, the error.
 
     Args:
-        calls: Picklable functions, each with its files, which lie on one host.
+        calls: Picklable functions, each with the files that it reads, which lie on one host.
         ray: Address of a Ray cluster; ``None`` for this host.
         jobs: Number of processes on this host.
 
@@ -118,7 +118,11 @@ def _result_there(
     """Return the result of a call; ``None`` if this host does not see the files of the calling
     host.
 
-    The host may have another file at a path, e.g. of an older run; size and time tell them apart.
+    This host may have another file at a path, e.g. of an older run; size and time tell them apart.
+
+    Args:
+        call: The function that reads the files.
+        stamps: Size and time of each file on the calling host.
     """
     is_seen = all(stamp and _stamp(path) == stamp for path, stamp in stamps.items())
     return _result(call) if is_seen else None

@@ -1,7 +1,7 @@
 """The uncompressed content of trace files, in bounded memory.
 
 A small compressed file can unpack to any size, so :class:`Limits` bounds the content. Reading stops
-at a limit with a warning, and the content up to the limit is kept.
+at a limit with a warning, and the content before the limit is used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
 
     def reached(self, events: int) -> str:
-        """Return a sentence if this process exceeds its memory limit, else ``""``."""
+        """Return a sentence if this process exceeds its memory limit, else ``""``.
+
+        Args:
+            events: Number of events read so far, for the sentence.
+        """
         allowed = _allowed_bytes() if self.memory_bytes is None else self.memory_bytes
         if (used := own_bytes() or 0) <= allowed:
             return ""

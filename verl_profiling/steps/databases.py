@@ -36,7 +36,7 @@ def trace_of_database(path: Path, metadata: Mapping[str, Any]) -> Iterator[bytes
 
     Args:
         path: The database.
-        metadata: Plain values for ``verl_profiling`` in the header.
+        metadata: Plain values that are written under the header's key ``verl_profiling``.
 
     Raises:
         TraceFormatError: The file is no database of Nsight Systems or torch_npu.
@@ -93,14 +93,18 @@ class _Database:
 
 
 def _named(pid: object, name: str, label: str) -> Iterator[_Json]:
-    """Yield the metadata of a process."""
+    """Yield the metadata events with the name and the label of a process."""
     for key, value in (("name", name), ("labels", label)):
         yield {"ph": "M", "name": f"process_{key}", "pid": pid, "tid": 0, "args": {key: value}}
 
 
 class _Table(NamedTuple):
-    """A table of Nsight Systems: the category of its events, their name in SQL,
-    and the rows that count.
+    """A table of Nsight Systems that is read.
+
+    Attributes:
+        category: Category of its events in the Chrome trace, as torch writes it.
+        title: SQL expression for the name of an event.
+        condition: SQL condition on the rows that are read.
     """
 
     category: str
@@ -148,11 +152,12 @@ _COLUMNS = (
 )  # any may be absent
 _TIMED = "start IS NOT NULL AND end IS NOT NULL"
 _OPERATOR = re.compile(r"(.+?), (?:seq|op_id) = ")  # torch.autograd.profiler.emit_nvtx
-# above the numbers of devices, below those of Linux processes in a timeline's lane
+# First id in the trace for a device that several processes use. It is above the numbers of
+# devices, and below the ids that Linux processes have in a timeline's lane.
 _FIRST_SHARED = 1_000
 
 _Devices = dict[tuple[int, int], int]
-"""Process id in the trace, by process and device."""
+"""Process id in the trace, by process id of the user and number of the device."""
 
 
 def _of_nsys(database: _Database) -> tuple[_Json, Iterator[_Json]]:
@@ -182,8 +187,10 @@ def _process_of(number: int) -> int:
 
 
 def _devices(database: _Database) -> _Devices:
-    """Return ids for the devices of each process;
-    processes that share a device have different ids.
+    """Return the id in the trace for each device of each process.
+
+    The id is the device's number. If several processes use the device, all but one get an id from
+    1000 on.
     """
     used: set[tuple[int, int]] = set()
     for table in _DEVICE_TABLES:
@@ -199,7 +206,7 @@ def _devices(database: _Database) -> _Devices:
 
 
 def _left_out(database: _Database) -> Iterator[str]:
-    """Yield notes on rows without a begin or end, and on tables of activity that are not read."""
+    """Yield notes on rows without a begin or end, and on tables with times that are not read."""
     for name, table in _TABLES.items():
         if name in database.tables:
             untimed = f"{table.condition} AND NOT ({_TIMED})"
@@ -241,14 +248,14 @@ def _nsys_events(database: _Database, name: str, devices: _Devices) -> Iterator[
 
 
 class _NpuTable(NamedTuple):
-    """A query of a database of torch_npu.
+    """A query of a database of torch_npu; each row becomes an event.
 
     Attributes:
-        tables: The tables that are read.
-        process: Process of the events, as in ``trace_view.json``; empty for that of the host
-            thread.
-        name: Column with the id of the name.
-        kind: Category, or for a process of its own the task type, in SQL.
+        tables: Tables that the query needs.
+        process: Name of the events' process, as in ``trace_view.json``; empty if the process is
+            that of the host thread.
+        name: Column with the id of the event's name.
+        kind: SQL expression for the event's category; with ``process``, for its task type.
         thread: Column with the thread or stream.
         rest: SQL after the list of columns.
     """
@@ -289,8 +296,8 @@ _NPU_TABLES = (
         ("MSTX_EVENTS",), "", "message", "'user_annotation'", "globalTid", "FROM MSTX_EVENTS"
     ),
 )
-"""The queries of a database of torch_npu. Parts of collectives are tasks too,
-which their events cover.
+"""The queries of a database of torch_npu. Tasks inside collectives are not read, because an event
+covers the whole collective.
 """
 
 

@@ -1,4 +1,8 @@
-"""Finds step folders or plain traces under a path, and converts times to the controller's clock."""
+"""Finds the steps under a path, and converts the times of manifests to the controller's clock.
+
+A step is a step folder of this package with its manifest, or a set of plain traces. Plain traces
+have no manifest, e.g. those that ``torch.profiler`` wrote by itself.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +34,7 @@ from verl_profiling.steps.step import Source, StepInputs, sorted_sources
 from verl_profiling.units import local_time
 
 UNWRITTEN = f"holds no {MANIFEST_NAME}: the loop ended before the begin of the capture"
+# Fields with times, and the parts of a worker's result that have such fields
 _TIMES = (
     "begin_ns",
     "end_ns",
@@ -58,13 +63,13 @@ def steps_of(
 ) -> tuple[list[StepInputs], list[TraceFormatError]]:
     """Return the readable steps of each path, and an error for each unreadable step.
 
-    A run folder yields its own steps, but no steps of runs in subfolders.
-
-    Plain traces of all paths are grouped into steps together.
+    A run folder yields its own steps, but no steps of runs in subfolders. Plain traces of all paths
+    are grouped into steps together.
 
     Args:
-        paths: The paths.
-        ray: Address of the Ray cluster that reads the files, also files that only other hosts have.
+        paths: Step folders, run folders, traces, or folders of traces.
+        ray: Address of the Ray cluster that reads the files, also files that only other hosts have;
+            ``None`` for this host.
 
     Raises:
         TraceFormatError: As for :func:`find_steps`.
@@ -99,8 +104,8 @@ def steps_of(
 
 
 def is_step(folder: Path) -> bool:
-    """Return whether a folder is a step folder: with a manifest,
-    or a ``step_<n>`` in a run folder.
+    """Return whether a folder is a step folder: it has a manifest, or is named ``step_<n>`` and
+    lies in a run folder.
     """
     if (folder / MANIFEST_NAME).exists():
         return True
@@ -109,7 +114,7 @@ def is_step(folder: Path) -> bool:
 
 
 def unfinished(manifest: Manifest) -> str:
-    """Return a sentence on a capture without an end; empty for a complete capture."""
+    """Return a sentence on a capture that has not ended; empty for a capture that has."""
     if manifest.state != "begun":
         return ""
     began = local_time(manifest.begin_ns)
@@ -129,8 +134,8 @@ def the_run(path: Path, *, live: bool = False) -> Path:
     of a ``manifest.json`` selects its step.
 
     Args:
-        path: The path.
-        live: Whether to prefer the only unfinished run.
+        path: A folder with runs, a run folder, or any other path.
+        live: Whether to leave out runs that have ended, unless all have.
 
     Raises:
         TraceFormatError: The path does not exist, or holds several runs.
@@ -203,8 +208,8 @@ def how_to_capture(run: Path) -> str:
 
 
 def step_folders(run: Path) -> list[Path]:
-    """Return the step folders of a run folder,
-    by step number and then by number of the recording.
+    """Return the step folders of a run folder in order of step: ``step_000012``, then
+    ``step_000012.2`` of the same step's second capture.
     """
     if not run.is_dir():
         return []
@@ -215,10 +220,11 @@ def step_folders(run: Path) -> list[Path]:
 
 
 def located(directory: Path, artifact: Artifact) -> tuple[Path | None, Any, str]:
-    """Return the path of an artifact; for a missing artifact ``None``, with status and reason.
+    """Return an artifact's path, and its status and reason if the path is ``None``.
 
-    An artifact that is being compressed has the path of the uncompressed file. An artifact with a
-    path outside of the step folder is ``unreadable``.
+    A missing artifact has no path. Neither has an artifact whose listed path leads out of the step
+    folder; its status is ``unreadable``. For an artifact that is being compressed, the path is that
+    of the uncompressed file.
     """
     try:
         path = written_file(directory, artifact.path)
@@ -263,14 +269,14 @@ def _from_manifest(directory: Path, ray: str | None) -> StepInputs:
 def _sources_of(
     inputs: StepInputs, manifest: Manifest, worker: CaptureResult, artifact: Artifact, where: str
 ) -> list[Source]:
-    """Return the files of an artifact; add what is missing of it to the inputs."""
+    """Return the files of an artifact; add a sentence on each missing file to ``inputs.absent``."""
     path, status, why = located(inputs.directory, artifact)
     place = inputs.directory / artifact.path if where else path
     files: list[Path] = []
     if place is not None:
         files += _files_in(place)
         inputs.absent += [f"{folder} {problem}" for folder, problem in not_analysed(place)]
-    # Of the files elsewhere, only the traces of torch_npu are read here alone.
+    # A task reads a file on another host. But a folder of torch_npu there cannot be listed here.
     if path is None and not files and (not where or artifact.tool == "npu"):
         state = "missing" if status == "failed" else status
         inputs.absent.append(f"{artifact.path} is {state}{f': {why}' if why else ''}")
@@ -278,7 +284,7 @@ def _sources_of(
 
 
 def _shifted(worker: CaptureResult, offset_ns: int) -> CaptureResult:
-    """Return a worker with an offset subtracted from its times; unknown times stay 0."""
+    """Return a worker's result with a clock offset subtracted; unknown times stay 0."""
     if not offset_ns:
         return worker
 
@@ -316,8 +322,8 @@ def _source(
 
 
 def _files_in(path: Path) -> Iterator[Path]:
-    """Yield the trace or log of an artifact, or the file of each recording
-    in a folder (torch_npu).
+    """Yield the trace or trajectory log of an artifact; for a folder of torch_npu, the file of each
+    recording. Other artifacts, such as memory snapshots, have no file to read.
     """
     if path.is_dir():
         for file in npu_files(path):

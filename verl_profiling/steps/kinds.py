@@ -1,4 +1,4 @@
-"""Classifies the events of a trace: kind of an event, calls that block.
+"""Classifies the events of a trace: which are work of which kind, and which calls block the host.
 
 * **Device trace** (has device events): busy time is the union, over all streams, of kernels and
   copies. Kernels in the table of communication kernels are communication, all others computation;
@@ -33,12 +33,12 @@ Meaning = Literal[
 
 
 class Category(NamedTuple):
-    """The meaning of one or several categories.
+    """The meaning of one or several values of ``cat``, the category of an event in a Chrome trace.
 
     Attributes:
-        names: The categories; ``*`` stands for the name of any vendor.
+        names: The categories; ``*`` stands for the name of any vendor, as in ``gpu_memcpy``.
         of: Accelerators, or versions of torch, whose traces have the categories.
-        meaning: Kind of the events.
+        meaning: What the events are, e.g. kernels, or no work.
     """
 
     names: tuple[str, ...]
@@ -95,7 +95,7 @@ _LAUNCHES = ("ac2g", "async")  # arrows from a call on the host to its kernel
 
 @lru_cache(maxsize=1024)
 def meaning_of(category: str) -> Meaning | None:
-    """Return the kind of a category's events; ``None`` if the category is unknown."""
+    """Return the meaning of a category; ``None`` if the category is unknown."""
     of_any = (
         meaning
         for name, meaning in _MEANINGS.items()
@@ -105,8 +105,8 @@ def meaning_of(category: str) -> Meaning | None:
 
 
 def is_on_device(event: Event) -> bool:
-    """Return whether an event belongs to a device: a device event,
-    or the head of a launch arrow.
+    """Return whether an event is on a device: by its category, or as the end of the flow arrow from
+    a launch to its kernel.
     """
     if event.ph == "f" and event.cat in _LAUNCHES:
         return True
@@ -120,7 +120,7 @@ def is_host(event: Event) -> bool:
 
 
 class Pattern(NamedTuple):
-    """Names of the kernels of one library.
+    """Names of the communication kernels of one library.
 
     Attributes:
         library: Name of the library.
@@ -186,10 +186,12 @@ PATTERNS = (
     # NVIDIA/TransformerEngine: transformer_engine/common/comm_gemm_overlap/userbuffers
     Pattern("Transformer Engine, user buffers", "userbuffers_", "kuserbuffers_pushsend"),
 )
-"""Kernels that communicate; the first pattern, NCCL's, is searched in the name with parameters."""
+"""Kernels that communicate. The first pattern, NCCL's, is searched in the whole name; the others in
+:func:`own_name`.
+"""
 
 HOST_COLLECTIVES = ("gloo:", "nccl:", "mpi:", "ucc:", "xccl:", "hccl:", "c10d::")
-"""First parts of the names of collective operators on the host: backends of torch.distributed."""
+"""Prefixes of the names of collective operators on the host: backends of torch.distributed."""
 
 _OTHERS = re.compile("|".join(f"(?:{row.pattern})" for row in PATTERNS[1:]))
 _NCCL = re.compile(PATTERNS[0].pattern)
@@ -203,8 +205,8 @@ _INNERMOST = (re.compile(r"\([^()]*\)"), re.compile(r"<[^<>]*>"))
 def own_name(kernel: str) -> str:
     """Return the name of a kernel without the types of its template and its parameters.
 
-    >>> own_name("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(long,
-    int)") 'void ::multimem_all_reduce_kernel'
+    >>> own_name("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(long)")
+    'void ::multimem_all_reduce_kernel'
     """
     for innermost in _INNERMOST:
         for _ in range(_DEEPEST):
@@ -236,12 +238,13 @@ def communicates(patterns: tuple[str, ...] = ()) -> Callable[[str], bool]:
 
 
 class Group(NamedTuple):
-    """Process group of a collective. The default is an unknown group, without known waits.
+    """Process group of a collective. The default, of size 1, is an unknown group: waits in it are
+    unknown.
 
     Attributes:
-        name: Name of the group; the parts of a split group have the same name.
-        ranks: Ranks of the group, as listed in the trace; on an NPU, the group's number in the
-            names of collectives.
+        name: Name of the group; the groups into which a larger one was split share one name.
+        ranks: Ranks of the group, as listed in the trace. On an NPU, the number of the group, which
+            is part of the names of its collectives.
         size: Number of ranks; 0 if unknown.
     """
 
@@ -263,8 +266,9 @@ _ARGUMENTS = msgspec.json.Decoder(_Said, strict=False)
 
 
 def group_of(kernel: str, args: msgspec.Raw) -> Group | None:
-    """Return the process group of a communication kernel, from its arguments;
-    ``None`` without a group.
+    """Return the process group of a communication kernel, from its arguments.
+
+    It is ``None`` if the arguments list no ranks. A send or receive has the unknown group.
     """
     try:
         said = _ARGUMENTS.decode(args)
@@ -282,7 +286,13 @@ def _group(kernel: str, collective: str, name: str, ranks: str, size: int) -> Gr
 
 
 def only_group(info: Any) -> Group | None:
-    """Return the process group in the header of a trace, if only one group has several ranks."""
+    """Return the process group in the header of a trace, if only one group has several ranks.
+
+    All collectives that name no group are then of this group.
+
+    Args:
+        info: The header's ``distributedInfo``.
+    """
     try:
         world = int(info["world_size"])
         listed = [list(group["ranks"]) for group in info.get("pg_config", ())]
@@ -307,8 +317,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 COMPUTE, COMMUNICATION, MEMORY, UNKNOWN, HOST, HOST_COMMUNICATION, ITERATION, NOTHING = range(8)
-"""Kinds of events: three on the device, an unknown category, two on the host,
-engine iteration, no work.
+"""Kinds of events, in this order: three on the device, unknown category, two on the host, iteration
+of an engine, no work. Code compares them: ``kind < UNKNOWN`` is known work of a device.
 """
 
 _KINDS: dict[str | None, int] = {
@@ -320,14 +330,14 @@ _KINDS: dict[str | None, int] = {
 }
 """Kind of events by the meaning of their category."""
 
-_QUEUES = ("enqueue", "dequeue")  # of torch_npu, to the thread that calls the NPU
+_QUEUES = ("enqueue", "dequeue")  # torch_npu's queue to the thread that calls the NPU
 NO_WORK = frozenset(
     name
     for category in CATEGORIES
     if category.meaning in ("no work", "on device, no work")
     for name in category.names
 ) - {"user_annotation", *_QUEUES}
-"""Categories of events that are no busy time."""
+"""Categories of events that are skipped without a look at their names, because they are no work."""
 
 _LAUNCH = re.compile(r"Launch|runFunction|EnqueueKernel")
 # MTIA gives copies, waits and control tasks the category of kernels; names: HTA's ``types.py`` and
@@ -391,7 +401,15 @@ _TYPE_NAME = re.compile(r"[A-Z0-9_]+")
 
 
 def npu_kind(process: str, pid: object, thread: str, name: str, task_type: str) -> int:
-    """Return the kind of an event without a category, by the names of its process and thread."""
+    """Return the kind of an event of an NPU trace, which has no category.
+
+    Args:
+        process: Name of the event's process, e.g. ``Ascend Hardware``.
+        pid: Id of the process, which may be a name.
+        thread: Name of the thread.
+        name: Name of the event.
+        task_type: Argument ``Task Type`` of the event; empty without one.
+    """
     if process in _HARDWARE:
         return task_kind(name, task_type)
     if process in _COLLECTIVES:
@@ -434,7 +452,11 @@ _BLOCKING = re.compile(
 
 
 def blocks_from_ns(kind: int, name: str) -> int:
-    """Return the duration (ns) from which an event blocks the host; a huge one if it never does."""
+    """Return the least duration (ns) with which a call counts as blocking the host.
+
+    It is 0 for ``cudaDeviceSynchronize``, 100 us for asynchronous copies, and huge for calls that
+    never block.
+    """
     is_waiting = kind == HOST and _BLOCKING.match(name)
     if not is_waiting or ("Async" in name and "Memcpy" not in name):
         return _NEVER_NS

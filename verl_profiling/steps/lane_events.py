@@ -1,8 +1,9 @@
 """Reads the traces of one lane into columns.
 
-A row is an event of work: its begin and end (ns), its key and its launch. Rows of devices are
-kept, 28 bytes each. Host rows are reduced to intervals chunk by chunk; after the first device
-event, no more host rows are kept.
+A row is an event of work: begin and end (ns), the number of its key, and the number of its launch.
+A key is name, thread and process group (see :class:`~verl_profiling.steps.rows.Key`). All rows of
+devices are kept, 28 bytes each. Host rows are reduced to intervals chunk by chunk; after the first
+device event, no more host rows are kept.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from verl_profiling.steps.trace import NO_ARGS, Event, Trace
 
 _CHUNK_BYTES = 1 << 20  # JSON per chunk: long arrays, but events stay in a CPU cache
 LONGEST_NAME = 40
-"""Characters of the name of a device or a category."""
+"""Largest number of characters in names of devices and categories; the rest is cut off."""
 _BETWEEN_DEVICES = ("nccl", "hccl", "xccl", "rccl")  # backends of torch.distributed
-_CALLS = ("runtime", "driver")  # how categories of calls that enqueue work on a device end
+_CALLS = ("runtime", "driver")  # ends of the categories of calls that enqueue work on a device
 _CORRELATION = re.compile(rb'"correlation"\s*:\s*"?([1-9]\d{0,9})\b')  # of 32 bits; 0 is none
 _IGNORED = -1  # number of the key of an event that is no work
 _OF_A_STREAM = re.compile(rb'"(?:device|stream)"\s*:\s*"?\d')
@@ -61,13 +62,14 @@ class LaneJob(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         sources: The traces.
         limits: Limits on reading each trace.
-        communication: Regular expressions of further communication kernels.
+        communication: Regular expressions for names of further communication kernels.
         is_captured: Whether the step has a manifest.
         stages: The outermost stages of the lane, in order.
-        marks: Names of the worker's stages: operators in traces of torch_npu, but no work.
+        marks: Names of the worker's stages. Traces of torch_npu have them as operators, but they
+            are no work.
         between: Begin and end of the step (unix ns), if the traces hold several steps.
-        unrecorded: Kind of the lane's device, if the artifacts show that the device was in use but
-            not recorded.
+        unrecorded: Kind of a device, e.g. ``cuda``, that the process used but did not record; else
+            empty.
     """
 
     sources: list[Source]
@@ -87,8 +89,8 @@ class LaneTraces(msgspec.Struct, kw_only=True):
         lanes: One lane per device, or the host's lane if there is no device.
         paths: The readable traces.
         events: Number of events read.
-        problems: Sentences on unreadable parts.
-        notes: Sentences on limits of the report's numbers.
+        problems: Sentences on unreadable parts of the traces.
+        notes: Sentences for the report on what its numbers leave out or assume.
         has_stacks: Whether Python frames were recorded.
     """
 
@@ -100,7 +102,7 @@ class LaneTraces(msgspec.Struct, kw_only=True):
     has_stacks: bool = False
 
     def note(self, sentence: str) -> None:
-        """Add a sentence on a limit of the numbers."""
+        """Add a sentence to the notes, behind the name of the first trace."""
         self.notes.append(f"{self.paths[0].name}: {sentence}")
 
 
@@ -111,21 +113,22 @@ class LaneEvents:
         job: The inputs.
         traces: Paths, problems and notes of the traces.
         table: The keys of the events.
-        rows: Device rows; until a device event is read, host rows.
-        behind: Device rows behind the step, of launches in the step.
-        calls: Launches, their begins, and whether they launch graphs.
+        rows: Device rows; until a device event is read, host rows too.
+        behind: Device rows that begin after the step, and may be launched in it.
+        calls: Host calls that launch, as columns: number of the launch, begin (unix ns), and
+            whether it launches a graph.
         host: Spans of work on the host.
-        blocked: Spans in which the host is blocked.
+        blocked: Spans in which the host is blocked, e.g. in ``cudaDeviceSynchronize``.
         iterations: Begin, end and tokens of the iterations of an engine.
-        names: Device names by process.
-        categories: Categories until the first event of work.
+        names: Device names by process id in the trace.
+        categories: Categories of the events before the first event of work.
         unknown: Unknown categories, in order.
-        strange: Annotations of an engine that are not understood, in order.
-        groups: The only process group of each trace.
-        recordings: The extent of each trace.
-        cut_off: Names of the files that are cut off.
+        strange: Annotations that seem to be iterations of an engine, but are not understood.
+        groups: The process group in each trace's header, if it is the only one; else ``None``.
+        recordings: The time that each trace covers.
+        cut_off: Names of the files whose end is missing.
         has_device: Whether there are events of a device.
-        says_device: Whether a trace lists a device.
+        says_device: Whether a header or a label lists a device, even without its events.
         launches: Whether work was launched on a device.
         works: Whether there is work on the host.
     """
@@ -153,7 +156,7 @@ class LaneEvents:
         self._labels: dict[object, str] = {}
         self._numbers: dict[tuple[object, ...], int] = {}
         self._on_streams: set[object] = set()  # processes whose events name a device or a stream
-        # The next three are of one trace.
+        # The next three are of the trace that is being read.
         self._said: dict[tuple[str, object, object], str] = {}
         self._task_types: dict[int, bytes] = {}  # by number of the key
         self._waiting: list[Rows] = []
@@ -187,7 +190,7 @@ class LaneEvents:
             self._add_devices(trace)
 
     def _add_extent(self, trace: Trace, source: Source) -> None:
-        """Add the extent of a trace that was read, and sentences on it."""
+        """Add the time that a trace covers after it was read, and sentences on the trace."""
         recording = self.recordings[-1]
         base_ns = trace.base_ns - source.offset_ns
         recording.holes = [(base_ns + begin, base_ns + end) for begin, end in trace.holes_ns]
@@ -222,8 +225,8 @@ class LaneEvents:
                     self._said[key] = said[:LONGEST_NAME]
 
     def _add_chunk(self, events: list[Event], base_ns: int) -> None:
-        """Add events; events without a category are kept until the names
-        of their processes are known.
+        """Add events. Those without a category, of NPUs, are set aside until the names of their
+        processes are known.
         """
         slices = [e for e in events if e.ph == "X" and e.ts is not None]
         self._add_marks(slices, {e.cat for e in events if e.ph != "M"}, base_ns)
@@ -247,8 +250,8 @@ class LaneEvents:
         self._add(rows)
 
     def _add_marks(self, slices: list[Event], categories: set[str], base_ns: int) -> None:
-        """Add torch's own spans, that there are stacks, and the categories of a lane without work
-        so far.
+        """Add facts from events that are no work: torch's span of the recording, whether there are
+        Python frames, and categories until the first event of work.
         """
         if "Trace" in categories:
             recording = self.recordings[-1]
@@ -259,8 +262,10 @@ class LaneEvents:
             self.categories |= categories
 
     def _launches_of(self, events: Sequence[Event], keys: Keys) -> Ints:
-        """Return the number that a device's event shares with the host call
-        which launched it, else 0.
+        """Return the number that a host call shares with the device events that it launched; 0 for
+        other events.
+
+        The number is Kineto's ``correlation``, made unique over the traces of the lane.
         """
         launches = np.zeros(len(events), np.int64)
         for place in np.flatnonzero(self.table.correlates(keys)).tolist():
@@ -269,8 +274,9 @@ class LaneEvents:
         return launches
 
     def _number(self, event: Event) -> int:
-        """Return the number of an event's key, and remember it;
-        collectives have a group in each event.
+        """Return the number of an event's key, and remember it by name and thread.
+
+        Numbers of collectives are not remembered, because each event may have another group.
         """
         if not event.cat:
             return self._task(event)
@@ -292,8 +298,9 @@ class LaneEvents:
         return number
 
     def _task(self, event: Event) -> int:
-        """Return the key number of an event without category,
-        whose kind is known at the end of the trace.
+        """Return the number of the key of an NPU's event, which has no category.
+
+        Its kind is known only at the end of the trace, with the name of its process.
         """
         said = _TASK_TYPE.search(event.args)
         task_type = said[1] if said else b""
@@ -306,7 +313,9 @@ class LaneEvents:
         return number
 
     def _add_tasks(self) -> None:
-        """Add the kept events without a category, with the names of their processes."""
+        """Add the events without a category that were set aside; the names of their processes are
+        known now.
+        """
         for number, task_type in self._task_types.items():
             name, pid, tid, group = self.table.keys[number]
             process = self._said.get(("process_name", pid, None), "")
@@ -353,12 +362,12 @@ class LaneEvents:
 
 
 def _is_device(label: str) -> bool:
-    """Return whether the label of a process entry is a device's."""
+    """Return whether a ``process_labels`` event of a trace, e.g. ``GPU 0``, is that of a device."""
     return bool(label) and not label.upper().startswith("CPU")
 
 
 def _device_name(pid: object, label: str) -> str:
-    """Return the name of the device of a process entry: the label, or the number."""
+    """Return the device's name for a process of a trace: its label, else a name with its id."""
     if _is_device(label):
         return label
     if isinstance(pid, int):

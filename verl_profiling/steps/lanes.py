@@ -38,21 +38,22 @@ class Lane:
         blocked: Spans of host calls that copy, allocate or wait for the device.
         iterations: Begin, end, and tokens (see ``Iteration``) of each iteration of a rollout
             engine.
-        accelerator: Name of the device in the traces; ``""`` for a CPU trace.
+        accelerator: Name of the device in the traces, e.g. ``GPU 0``; ``""`` for a CPU trace.
         on_device: Whether the work ran on a device (see :mod:`~verl_profiling.steps.kinds`).
-        is_one_of_several: Whether the process has other devices.
+        is_one_of_several: Whether the process has more than one device, and so more than one lane.
         is_unknown: Whether the device's work is unknown: the trace is cut off before its first
             event, the device was in use but not recorded, or work of the device was lost.
         compute: Spans of computation.
         communication: Spans of communication.
         memory: Spans in which memory was copied or set.
-        unrecognised: Spans in which only work of unknown kind ran on the device.
+        unrecognised: Spans of device events of unknown categories, if a device has no others.
         collectives: All runs of each collective by name and process group, sorted by begin.
         ops: Calls and self time (ns) of kernels, or of operators in a CPU trace, by stage and name.
         stages: Runs of the worker's own stages.
         pauses: Spans in which Python's garbage collector stopped the process.
         observed: Time in which the lane is observed (see :mod:`~verl_profiling.slices.observed`).
-        unseen: Time in which the lane may have worked, but was not observed.
+        unseen: Time in the lane's stages (of an engine: in a rollout) that was not observed, so the
+            lane may have worked.
         device: The device, if known.
         waiting: Spans in which a collective only waited for other ranks; set when the report is
             computed.
@@ -84,7 +85,7 @@ class Lane:
 
     @cached_property
     def busy(self) -> Spans:
-        """Spans in which any work ran."""
+        """Spans in which the lane ran computation, communication, copies or unrecognised work."""
         return union(self.compute, self.communication, self.memory, self.unrecognised)
 
     @property
@@ -119,8 +120,8 @@ class Step:
         begin_ns: Begin of the step.
         end_ns: End of the step.
         whole: Time of the step; without a manifest, the time in which any lane is observed.
-        workers: The results of all workers.
-        of_capture: The same of the whole capture, which may have further steps.
+        workers: The results of all workers in this step.
+        of_capture: The results of all workers in the whole capture, which may have several steps.
         lanes: The readable lanes.
     """
 
@@ -154,22 +155,22 @@ class Step:
         lane.unseen = subtract(intersection(at_work, self.whole), lane.observed)
 
     def worker_of(self, source: Source) -> CaptureResult | None:
-        """Return the worker that recorded a trace;
-        replicas on several nodes have several workers.
+        """Return the result of the worker that recorded a trace. A replica on several nodes has
+        several workers of one name.
         """
         named = [worker for worker in self.workers if worker.name == source.worker]
         recorded = (w for w in named if any(a.lane == source.lane for a in w.artifacts))
         return next(recorded, named[0] if named else None)
 
     def cut_off(self, span: StageSpan) -> bool:
-        """Return whether the capture ended before the stage,
-        so that the stage's duration is unknown.
+        """Return whether the stage was still open when the capture ended, so that its duration is
+        unknown.
         """
         return span.failed and span.end_ns >= self.end_ns
 
     def stages_of(self, source: Source) -> list[StageSpan]:
-        """Return the outermost stages of a trace in order: stages of the worker,
-        else of the controller.
+        """Return the outermost stages for a trace in order: those of its worker; if the worker
+        marked none, those of the controller.
         """
         worker = self.worker_of(source)
         of_worker = worker.stages if worker else []
@@ -209,9 +210,10 @@ class Step:
         return requests(self.manifest) if self.manifest else []
 
     def queued(self, replica: int | None) -> Spans:
-        """Return the time in which a replica has requests, of which none runs.
+        """Return the time in which all requests of a replica wait in the engine's queue.
 
-        Requests from before the log may run all the time.
+        Requests that were open at the end of the log count as running from their begin on, because
+        they may have.
         """
         queued: list[tuple[int, int]] = []
         running: list[tuple[int, int]] = []
@@ -232,7 +234,7 @@ class Step:
 
     @cached_property
     def pending(self) -> list[int]:
-        """The replicas with requests that were open at the end of the step."""
+        """Indexes of the replicas with requests that were open at the end of the step."""
         return [
             worker.identity.replica
             for worker in self.workers
@@ -244,8 +246,8 @@ class Step:
     def served(self) -> dict[int, Spans]:
         """Time in which each replica had an unfinished request, if requests were logged.
 
-        Requests sent before the log began are not in it. Engine iterations outside all logged
-        requests are taken as theirs.
+        Requests that were sent before the log began are not in it. If the engine iterates outside
+        all logged requests, it is taken to have served from the step's begin to then.
         """
         runs: dict[int, list[tuple[int, int]]] = {}
         for worker in self.of_capture:

@@ -1,4 +1,4 @@
-"""Nested spans: reads those of trajectory logs, and puts spans into rows for pictures."""
+"""Nested spans: reads them from trajectory logs, and assigns spans to rows of a timeline."""
 
 from __future__ import annotations
 
@@ -27,14 +27,17 @@ from verl_profiling.steps.content import Limits
 from verl_profiling.steps.step import Source, StepInputs
 
 UNKNOWN = "unknown"
-"""Name of a block without a stack sample."""
+"""Name of the blocker, if no stack was sampled while an event loop was blocked."""
 
 _MOST_ROWS = 64  # of stages, or of the spans of a trajectory
 _Span = TypeVar("_Span", bound=StageSpan | TrajectoryRecord | SpanRecord)
 
 
 def statuses_of(inputs: StepInputs) -> LaterStatuses:
-    """Return the last status changes in all trajectory logs of a step."""
+    """Return the last status that was set after the end of trajectories, from all logs of a step.
+
+    An example is ``filtered``, which a loop sets on a group of samples that it drops.
+    """
     latest: LaterStatuses = {}
     calls = [(partial(_statuses_in, source), [source]) for source in inputs.logs]
     for statuses in results(calls, inputs.ray):
@@ -47,8 +50,9 @@ def statuses_of(inputs: StepInputs) -> LaterStatuses:
 def read_logs(inputs: StepInputs) -> Iterator[tuple[Source, TrajectoryLog | None, list[str]]]:
     """Yield the logs of a step, sorted by lane, with one log in memory at a time.
 
-    Each item has the source, the log from :func:`linked_log` (``None`` if unreadable), and
-    sentences on unreadable or unrecorded parts. Statuses are the latest in any log of the step.
+    Each item has the log's file, the log from :func:`linked_log` (``None`` if unreadable), and
+    sentences on unreadable or unrecorded parts. A trajectory has the last status that any log of
+    the step has for it.
     """
     statuses = statuses_of(inputs)
     calls = [(partial(linked_log, log, inputs.limits, statuses), [log]) for log in inputs.logs]
@@ -95,17 +99,20 @@ def _statuses_in(source: Source) -> LaterStatuses:
 
 
 def blocker(block: Block, names: Mapping[int, str]) -> str:
-    """Return the span that blocked an event loop, else the function.
+    """Return the name of the span whose code blocked an event loop; outside spans, the function;
+    without a stack sample, ``unknown``.
 
     Args:
-        block: The block.
+        block: The period in which the loop was blocked.
         names: Names of spans by their ids.
     """
     return (names.get(block.span) or block.function) if block.function else UNKNOWN
 
 
 def packed_rows(spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the lowest free row for each span (begin, end), so that no spans of a row overlap."""
+    """Return the number of the lowest free row for each span (begin, end), so that no spans of a
+    row overlap.
+    """
     rows = [0] * len(spans)
     busy: list[tuple[int, int]] = []  # end, row
     free: list[int] = []
@@ -119,7 +126,8 @@ def packed_rows(spans: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def nested_rows(spans: Iterable[_Span], is_child: Callable[[_Span, _Span], bool]) -> list[int]:
-    """Return a row for each span, so that spans of a row are nested or do not overlap.
+    """Return the number of a row for each span, so that spans of a row are nested or do not
+    overlap.
 
     A span has the row of its parent, if the parent is the innermost span there and encloses the
     span, else the first free row. There are at most 64 rows; further concurrent spans share the
@@ -156,7 +164,9 @@ def nested_rows(spans: Iterable[_Span], is_child: Callable[[_Span, _Span], bool]
 
 
 def stages_by_row(spans: Iterable[StageSpan]) -> Iterator[tuple[StageSpan, int]]:
-    """Yield stages in order of begin, each with its row; the depth tells the parent."""
+    """Yield stages in order of begin, each with the number of its row. A stage is a child of one
+    whose depth is less by 1.
+    """
     ordered = sorted(spans, key=lambda span: (span.begin_ns, span.depth, -span.end_ns))
     rows = nested_rows(ordered, lambda span, around: around.depth == span.depth - 1)
     return zip(ordered, rows, strict=True)

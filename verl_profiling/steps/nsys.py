@@ -1,5 +1,7 @@
-"""Moves reports of Nsight Systems into step folders,
-and converts exported reports into Chrome traces.
+"""Moves reports of Nsight Systems into step folders, and converts exported reports into Chrome
+traces.
+
+A range is one recording of a process; Nsight Systems writes a report for each.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
 
     Args:
         run: The run's folder, or one of its step folders.
-        export: Export every report first; needs ``nsys``.
+        export: Whether to run ``nsys export`` on every report first.
 
     Raises:
         TraceFormatError: The run has no files of the nsys tool.
@@ -96,10 +98,11 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
 
 
 def read_ranges(folder: Path) -> tuple[dict[Path, list[NsysRange]], list[Collected]]:
-    """Return the ranges of all processes by the stem of their reports' names, and the damaged
-    lines.
+    """Return the ranges of each process by the common begin of its reports' paths, and an entry for
+    each damaged line.
 
-    A killed process may leave half a line; complete lines are still valid.
+    Each process logs its ranges in a file next to the reports. A killed process may leave half a
+    line; complete lines are still valid.
     """
     ranges: dict[Path, list[NsysRange]] = {}
     damaged = []
@@ -124,7 +127,13 @@ def read_ranges(folder: Path) -> tuple[dict[Path, list[NsysRange]], list[Collect
 
 
 def _finished_report(output: Path, number: int, of: int) -> Path | None:
-    """Return the existing report of a range; Nsight Systems does not number a single report."""
+    """Return the report of a range, or ``None`` if Nsight Systems has not written it yet.
+
+    Args:
+        output: Path of the process's reports without number and suffix.
+        number: Number of the range.
+        of: Number of ranges of the process. Nsight Systems does not number a single report.
+    """
     report = output.with_name(f"{output.name}.{number}{REPORT}")
     if of == 1 and not _is_there(report):
         report = output.with_name(f"{output.name}{REPORT}")
@@ -132,7 +141,7 @@ def _finished_report(output: Path, number: int, of: int) -> Path | None:
 
 
 def _is_there(path: Path) -> bool:
-    """Return whether Nsight Systems wrote a file; a link is not its."""
+    """Return whether Nsight Systems wrote a file; it writes no symbolic links."""
     return path.is_file() and not path.is_symlink()
 
 
@@ -188,8 +197,15 @@ def _export(report: Path, database: Path) -> None:
 def _entered(
     folder: Path, noted: NsysRange, file: Path | None, reason: str, events: int | None = None
 ) -> Collected:
-    """Add the artifact of a range, or the converted trace, to the step's manifest,
-    if there is one.
+    """Add the artifact of a range, or the converted trace, to the result of its worker in the step
+    folder, if there is a manifest.
+
+    Args:
+        folder: The step folder.
+        noted: The range, as its process logged it.
+        file: The report or the trace; ``None`` if there is no report yet.
+        reason: Reason for any status but ``ok``.
+        events: Number of events of the trace.
     """
     status: Literal["ok", "truncated"] = "truncated" if reason else "ok"
     workers = read_manifest(folder).workers if (folder / MANIFEST_NAME).exists() else []

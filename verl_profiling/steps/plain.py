@@ -1,4 +1,4 @@
-"""Reads role, rank and step of plain traces, which have no manifest.
+"""Reads role, rank and step of plain traces: those without a manifest of this package.
 
 Sources are the process names in the trace, and the file names of verl
 (``<role>/[prefix_]prof_rank-<r>.json.gz``), vLLM (``rank<r>.<ns>.pt.trace.json.gz``), SGLang
@@ -6,9 +6,9 @@ Sources are the process names in the trace, and the file names of verl
 (``*_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json``, rank in
 ``*_ascend_pt/profiler_info_<r>.json``).
 
-The file name counts before folders, and inner folders before outer ones. A word counts if it is
-whole: ``http_8000`` has no ``tp_8000``. A ``rank`` of something else, as in ``lora_rank32``, is no
-rank.
+A word in the file name precedes one in a folder's name, and inner folders precede outer ones. Only
+whole words count: ``http_8000`` has no ``tp_8000``. A ``rank`` of something else, as in
+``lora_rank32``, is no rank.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ from verl_profiling.steps.trace import NO_TRACE, Event, Trace
 
 _HEAD_BYTES = 1 << 14  # process names, if any, are at the beginning
 _MAX_RANK = 1 << 30
-_OTHER_BYTES = 64 << 20
+_OTHER_BYTES = 64 << 20  # largest file that is decoded to find out whether it is JSON
 _MERGED = "is a timeline written by merge; give the original traces"
-# times have a resolution of 1 ns: no two recordings begin with as many equal events
+# Files that begin with this many equal events hold the same recording: times are exact to 1 ns, so
+# different recordings never do.
 _SAME_EVENTS = 8
 
 _OTHER_RANKS = "".join(
@@ -85,10 +86,10 @@ _NOT_A_TRACE = {"report.json", "run.json", "manifest.json", TIMELINE_NAME}
 
 
 def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceFormatError]]:
-    """Return the traces at or below paths by the step number in their names, and the unreadable
-    traces.
+    """Return the traces at or below paths, grouped by the step number in their names, and an error
+    for each unreadable trace.
 
-    If all paths are files, the files are one capture, independent of their names. In folders,
+    If all paths are files, the files are one step, independent of their names. In folders,
     timelines written by ``merge`` and files that are no traces are ignored.
 
     Raises:
@@ -127,8 +128,8 @@ def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceForm
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Yield a file itself, or the traces and databases below a folder,
-    without hidden files and results.
+    """Yield a file itself, or the traces and databases below a folder, without hidden files and
+    without files that this package writes, e.g. ``report.json``.
     """
     if not path.is_dir():
         yield path
@@ -141,8 +142,12 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _is_no_trace(path: Path, problem: str) -> bool:
-    """Return whether an unreadable file in a folder is none of its traces,
-    instead of a damaged one.
+    """Return whether an unreadable file in a folder is something else than a trace, rather than a
+    damaged trace.
+
+    Args:
+        path: The file.
+        problem: Reason why it was not read as a trace.
     """
     if path.suffix == ".sqlite" and problem.startswith(NO_DATABASE):
         return True
@@ -150,9 +155,9 @@ def _is_no_trace(path: Path, problem: str) -> bool:
 
 
 def _is_other_json(path: Path) -> bool:
-    """Return whether a file that is no trace holds JSON: a value, or a value per line.
+    """Return whether a file holds JSON: one value, or a value per line.
 
-    Of a file of more than 64 MiB, only the first byte counts.
+    A file of more than 64 MiB only has to begin like JSON.
     """
     content = bytearray()
     try:
@@ -175,7 +180,9 @@ def _is_json(text: bytes | bytearray) -> bool:
 
 
 def _label(paths: Sequence[Path], directory: Path) -> str:
-    """Return the part of result names for a selection of traces; empty for a whole folder."""
+    """Return the part of the results' file names that tells which traces were selected; empty for a
+    whole folder.
+    """
     if len(paths) == 1 and paths[0].is_dir():
         return ""
     names = {os.path.relpath(path, directory) for path in paths}
@@ -204,10 +211,10 @@ def _steps(
 
 
 def _described(path: Path, name: str) -> list[PlainTrace]:
-    """Return a trace with its role, rank and replica; a report of several processes is a trace of
-    each.
+    """Return a trace with its role, rank and replica.
 
-    The processes of a report are ranked in the order of their devices.
+    A report of Nsight Systems may hold several processes. Each of them is returned as a trace, and
+    they are ranked in the order of their devices.
 
     Raises:
         TraceFormatError: The file cannot be read, or is not a trace.
@@ -249,7 +256,12 @@ def _described(path: Path, name: str) -> list[PlainTrace]:
 
 
 def _processes(report: PlainTrace, listed: list[Any]) -> Iterator[PlainTrace]:
-    """Yield the part of each process in a report of several processes, which its header lists."""
+    """Yield a trace for each process of a report of Nsight Systems.
+
+    Args:
+        report: The report as one trace.
+        listed: Ids of each process and of its devices, from the header; empty for one process.
+    """
     host, title, _ = report.process
     try:
         processes = msgspec.convert(listed, list[list[int]])
@@ -269,8 +281,17 @@ def _processes(report: PlainTrace, listed: list[Any]) -> Iterator[PlainTrace]:
 
 
 def _role(trace: Trace, name: str, process: str, head: list[Event]) -> str:
-    """Return the innermost role in a name, else ``rollout`` for the process of an engine,
-    else ``worker``.
+    """Return the role of a trace.
+
+    It is the innermost role in the path; without one, ``rollout`` for the process of an engine, and
+    ``worker`` for any other. Traces that an engine recorded while it captured graphs have a role of
+    their own.
+
+    Args:
+        trace: The trace.
+        name: Path of the trace, relative to the folder of the capture.
+        process: Name of its process.
+        head: The first events.
     """
     if _GRAPH_FOLDER.search(name) or any(_GRAPH_ANNOTATION.match(event.name) for event in head):
         return GRAPH_CAPTURE
@@ -283,13 +304,13 @@ def _role(trace: Trace, name: str, process: str, head: list[Event]) -> str:
 
 
 def _npu_folder(path: Path) -> Path | None:
-    """Return the folder of torch_npu that holds a file, if any: a folder per recording."""
+    """Return the ``*_ascend_pt`` folder that holds a file, or ``None``; it has one recording."""
     return next((folder for folder in path.parents if folder.name.endswith(RECORDING_SUFFIX)), None)
 
 
 def _rank(trace: Trace, folder: Path | None, name: str) -> int | None:
-    """Return the rank from the trace, else from torch_npu's ``profiler_info`` file,
-    else from the name.
+    """Return the rank from the header of a trace, else from torch_npu's ``profiler_info`` file,
+    else from the path.
     """
     info = trace.metadata.get("distributedInfo")
     rank = info.get("rank") if isinstance(info, dict) else None
@@ -303,8 +324,9 @@ def _rank(trace: Trace, folder: Path | None, name: str) -> int | None:
 def _process(trace: Trace, head: list[Event], path: Path, *, is_ranked: bool) -> Process:
     """Return host, name and id of a trace's host process; empty if unknown.
 
-    torch before 2.6 writes no host, but its ``tensorboard_trace_handler`` names the file by it. An
-    id without a host, and without a rank, may be that of another process in another folder.
+    torch before 2.6 writes no host, but its ``tensorboard_trace_handler`` names the file by it.
+    Without host and rank, equal ids in two folders may be of different processes. So the name then
+    includes the folder.
     """
     host = str(trace.metadata.get("host_name", ""))
     name, pid = _named_process(head)
@@ -316,8 +338,8 @@ def _process(trace: Trace, head: list[Event], path: Path, *, is_ranked: bool) ->
 
 
 def _named_process(head: list[Event]) -> tuple[str, str]:
-    """Return name and id of the first process that runs on the host; without names,
-    the first with events.
+    """Return name and id of the first named process on the host; without names, an empty name and
+    the id of the first process with events.
     """
     labels = {e.pid: e.said("labels") for e in head if e.ph == "M" and e.name == "process_labels"}
     for event in head:

@@ -34,13 +34,13 @@ class Content:
 
     Attributes:
         step: The step with its lanes.
-        coverage: Completeness of the step.
-        notes: Notes on the traces.
-        calls: The matched collectives.
-        records: The trajectories.
-        served: The engine's request of each ``generate`` span, by the number of the span.
-        pieces: Time of the trajectories by cause.
-        of_processes: Time of processes outside trajectories by cause.
+        coverage: Files of the step that were read, and those that are missing.
+        notes: Sentences for the report on what its numbers leave out or assume.
+        calls: Collectives, matched between ranks.
+        records: Trajectories and their spans.
+        served: The engine's request of each ``generate`` span, by row in ``records.spans``.
+        pieces: Time of the trajectories, as intervals with a cause such as ``decode``.
+        of_processes: Time of spans outside trajectories, as intervals with a cause.
         counts: Samples of the processes' counters.
     """
 
@@ -58,7 +58,7 @@ class Content:
 def read_lanes(
     inputs: StepInputs, on_progress: Callable[[Source], None] | None = None
 ) -> tuple[Step, Coverage, list[str]]:
-    """Read the traces of one step; return its lanes, what was read, and notes.
+    """Read the traces of one step; return the step with its lanes, its completeness, and notes.
 
     Args:
         inputs: The step, from :func:`~verl_profiling.steps.inputs.find_steps`.
@@ -94,7 +94,9 @@ def read_lanes(
 
 
 def _expected(inputs: StepInputs) -> Coverage:
-    """Return how many artifacts the manifest lists, which lanes have none, and what is missing."""
+    """Return the completeness before any trace is read: number of artifacts in the manifest, lanes
+    without a file, and sentences on missing files.
+    """
     coverage = Coverage(missing=list(inputs.absent))
     if inputs.unfinished:
         coverage.missing.insert(0, f"{inputs.title} {inputs.unfinished}")
@@ -109,7 +111,7 @@ def _expected(inputs: StepInputs) -> Coverage:
 
 
 def _jobs(inputs: StepInputs, step: Step, coverage: Coverage) -> Iterator[LaneJob]:
-    """Yield the inputs for each lane: its traces on one host."""
+    """Yield the inputs for reading each lane. Its traces on a second host count as missing."""
     for sources in grouped(inputs.sources, attrgetter("lane")).values():
         here = [source for source in sources if source.host == sources[0].host]
         coverage.missing += [
@@ -136,7 +138,7 @@ def _job(sources: list[Source], step: Step, inputs: StepInputs) -> LaneJob:
 
 
 def _add(traces: LaneTraces, job: LaneJob, step: Step, coverage: Coverage) -> None:
-    """Add the traces of a lane to the step, and to what was read of it."""
+    """Add the lanes of one process to the step, and its traces to the step's completeness."""
     name = job.sources[0].lane
     for lane in traces.lanes:
         step.add(lane)
@@ -190,12 +192,12 @@ def _read_trajectories(
 
 
 class Coverage(msgspec.Struct, kw_only=True):
-    """Completeness of the report.
+    """Completeness of a step: what was read, and what is missing.
 
     Attributes:
-        expected: Artifacts that the capture should have written.
-        read: Number of readable traces.
-        events: Events in these traces.
+        expected: Number of artifacts that the capture should have written.
+        read: Number of readable traces and trajectory logs.
+        events: Number of events in the traces.
         missing: Sentences on missing and damaged data.
         lanes: Lanes with missing or damaged data.
         unrecorded: Lanes with a device that was in use, but has no events in the traces.

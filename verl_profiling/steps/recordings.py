@@ -1,8 +1,9 @@
-"""Places plain traces in lanes: each recording once, and each process apart; finds those of NPUs.
+"""Places plain traces, which have no manifest, in one lane per process; finds traces of NPUs.
 
-A recording of torch_npu is a folder ``*_ascend_pt``. Its analysis writes a trace, a database, or
-both. Two files hold the same recording if both begin with the same events of the same process, or
-lie in the same folder of torch_npu.
+Several files may hold the same recording, e.g. a trace and its copy; only one of them is used. Two
+files hold the same recording if both begin with the same events of the same process. They also do
+if both lie in one ``*_ascend_pt`` folder, which torch_npu writes per recording. The analysis of
+such a folder writes a trace, a database, or both.
 """
 
 from __future__ import annotations
@@ -20,12 +21,10 @@ from verl_profiling.steps.step import Source, sorted_sources
 from verl_profiling.units import duration
 
 WORD = r"(?<![a-z0-9])"
-"""Regular expression of the begin of a word in a name."""
+"""Regular expression for the begin of a word in a path."""
 
 NUMBER = r"[\[=_-]?(\d{1,9})"
-"""Regular expression of the number of a word in a name: ``rank3``, ``rank[3]``, ``step=3``."""
-
-"""End of the name of a folder of torch_npu."""
+"""Regular expression for the number behind a word: ``rank3``, ``rank[3]``, ``step=3``."""
 
 _NPU_TRACE = "trace_view.json"
 _NPU_DATABASES = "ascend_pytorch_profiler*.db"
@@ -37,18 +36,18 @@ Process = tuple[str, str, str]
 """Host, name and id of a process; empty if unknown."""
 
 _Numbers = dict[Process, int]
-"""Numbers of processes in order, from 0 on."""
+"""Number of each process, from 0 on in order of its first trace."""
 
 
 class PlainTrace(Source, frozen=True, kw_only=True):
     """A trace without a manifest; lanes and workers are named once all traces are known.
 
     Attributes:
-        process: Process of the trace.
+        process: Host, name and id of the recorded process.
         name: Path of the trace, relative to the folder of the capture.
-        recording: Value that is equal in files with the same recording.
-        is_ranked: Whether the trace or its name says the rank.
-        is_merged: Whether the trace holds those of several processes.
+        recording: Value that is equal for files with the same recording, e.g. the first events.
+        is_ranked: Whether the trace or its path has the rank; else ``rank`` is 0.
+        is_merged: Whether the file is one that SGLang merged from the traces of several processes.
     """
 
     process: Process
@@ -59,7 +58,7 @@ class PlainTrace(Source, frozen=True, kw_only=True):
 
     @property
     def host_clock(self) -> str:
-        """Host of the process, whose clock no manifest compares with others."""
+        """Host of the process. Without a manifest, the offset of its clock is unknown."""
         return self.process[0]
 
     @property
@@ -69,8 +68,11 @@ class PlainTrace(Source, frozen=True, kw_only=True):
 
 
 def number_in(name: str, *patterns: re.Pattern[str]) -> int | None:
-    """Return the number of the first pattern in the innermost part of a path that has any;
-    else ``None``.
+    """Return a number in a path, e.g. that of ``rank3``; ``None`` if no pattern fits.
+
+    Args:
+        name: The path; file names precede folders, and inner folders precede outer ones.
+        patterns: Regular expressions with the number as group; the first that fits counts.
     """
     for part in reversed(Path(name).parts):
         for pattern in patterns:
@@ -80,7 +82,7 @@ def number_in(name: str, *patterns: re.Pattern[str]) -> int | None:
 
 
 def once(traces: list[PlainTrace]) -> tuple[list[PlainTrace], list[str]]:
-    """Return each recording once, by name, and a note on each file that repeats another one."""
+    """Return one file of each recording, sorted by name, and a note on each file left out."""
     kept: dict[tuple[object, ...], PlainTrace] = {}
     notes = []
     for trace in sorted(traces, key=_preferred):
@@ -94,14 +96,18 @@ def once(traces: list[PlainTrace]) -> tuple[list[PlainTrace], list[str]]:
 
 
 def _preferred(trace: PlainTrace) -> tuple[bool, bool, int, str]:
-    """Return a key that sorts the file to keep first: parts before their sum, all of an NPU,
-    a short name.
+    """Return a sort key of a file; of files with the same recording, the first is used.
+
+    Traces of single processes precede merged ones, other files precede ``msprof*.json``, and short
+    names precede long ones.
     """
     return trace.is_merged, trace.path.name.startswith("msprof"), len(trace.name), trace.name
 
 
 def ranked_by_number(traces: list[PlainTrace]) -> list[PlainTrace]:
-    """Rank processes whose names differ in one number, from 0 on: ``profile_0.json``,
+    """Return the traces, with ranks for files whose names differ in the last number only.
+
+    The numbers have to be 0, 1, ... without a gap, each of another process: ``profile_0.json``,
     ``profile_1.json``.
     """
     series: dict[str, dict[int, PlainTrace]] = {}
@@ -119,8 +125,9 @@ def ranked_by_number(traces: list[PlainTrace]) -> list[PlainTrace]:
 
 
 def in_lanes(traces: list[PlainTrace]) -> list[Source]:
-    """Give each process a lane of its own; a further one of the same rank gets e.g.
-    ``actor_rank0.2``.
+    """Return the traces with names of lanes and workers, one lane per process.
+
+    A second process with the same role and rank has the lane ``actor_rank0.2``.
     """
     owners: dict[tuple[object, ...], _Numbers] = {}
     result: list[Source] = []
@@ -137,10 +144,10 @@ def in_lanes(traces: list[PlainTrace]) -> list[Source]:
 
 
 def _by_engine(traces: list[PlainTrace]) -> list[PlainTrace]:
-    """Return the traces with the replica of each rank of an engine whose name has none.
+    """Return the traces, with a replica for those of rollout engines whose path has none.
 
-    Each engine counts its ranks from 0, so several processes of one rank are of several engines: of
-    those in the names (``dp1``), else of the first, the second, and so on by name.
+    Each engine counts its ranks from 0. So if several processes have one rank, they are of several
+    engines. Their replica is the number in the path (``dp1``), else their order by name.
     """
     ranks: dict[int, _Numbers] = {}
     for trace in traces:
@@ -165,7 +172,9 @@ def _lacks_replica(trace: PlainTrace) -> bool:
 
 
 def clock_notes(traces: list[PlainTrace]) -> Iterator[str]:
-    """Yield a note for each role with hosts whose recordings begin more than a second apart."""
+    """Yield a note for each role whose recordings on two hosts begin more than a second apart: the
+    clocks may differ.
+    """
     roles: dict[str, dict[str, int]] = {}
     for trace in sorted(traces, key=lambda trace: trace.begin_ns):
         if host := trace.process[0]:
@@ -181,8 +190,8 @@ def clock_notes(traces: list[PlainTrace]) -> Iterator[str]:
 
 
 def npu_files(folder: Path) -> Iterator[Path]:
-    """Yield the file to read of each analysed recording in a folder: the trace,
-    else the database.
+    """Yield the file to read of each recording of torch_npu in a folder that torch_npu has
+    analysed: the trace, else the database.
     """
     yield from sorted(folder.rglob(_NPU_TRACE))
     for database in sorted(folder.rglob(_NPU_DATABASES)):
@@ -191,8 +200,8 @@ def npu_files(folder: Path) -> Iterator[Path]:
 
 
 def not_analysed(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield each recording in a folder without a file to read,
-    with the command that analyses it.
+    """Yield each recording of torch_npu in a folder that is not analysed yet, and so has no trace,
+    with a sentence that names the command for it.
     """
     for path, *_ in sorted(os.walk(folder)):
         if path.endswith(RECORDING_SUFFIX) and next(npu_files(Path(path)), None) is None:

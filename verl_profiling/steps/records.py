@@ -24,7 +24,7 @@ from verl_profiling.steps.step import Source
 from verl_profiling.units import shortened
 
 OTHERS = "(all others)"
-"""Common name of all spans beyond the first hundred names."""
+"""Common name of the spans whose names come after the first hundred causes."""
 
 TO_THE_ENGINE, FROM_THE_ENGINE = "to the engine", "from the engine"
 REQUEST_PARTS = (
@@ -52,12 +52,12 @@ class Trajectory(NamedTuple):
 
     Attributes:
         lane: Lane of the process.
-        said: Record of the trajectory, on the clock of its process.
+        said: Record of the trajectory in the log, on the clock of its process.
         begin_ns: Begin of the recorded part, on the controller's clock.
         end_ns: End of the recorded part, on the controller's clock.
-        since_ns: Begin of the trajectory, on the controller's clock.
+        since_ns: Begin of the whole trajectory, on the controller's clock.
         cut_end: Whether the trajectory ended after the step or the recording.
-        loop: Number of the event loop, counted over all processes, or -1.
+        loop: Number of the event loop that ran it, counted over all processes, or -1.
         unseen_begin: Whether the trajectory began before the recording, so that spans may be
             missing.
         whole_log: Whether the process's log has all spans, so that time outside spans is ``own
@@ -93,7 +93,7 @@ class Trajectory(NamedTuple):
         return shortened(self.said.status)
 
     def number(self, fact: str) -> int | None:
-        """Return a fact of the trajectory if it is an integer."""
+        """Return a fact that the loop gave the trajectory, e.g. ``turns``, if it is an integer."""
         value = self.said.facts.get(fact)
         return value if type(value) is int else None
 
@@ -102,7 +102,7 @@ class SpanTable(NamedTuple):
     """Spans as columns, sorted by begin within each process; times are clipped to the trajectory.
 
     Attributes:
-        trajectory: Number of the trajectory, or -1 for spans outside trajectories.
+        trajectory: Index in :attr:`Records.trajectories`, or -1 for spans outside trajectories.
         process: Index in :attr:`Records.roles`.
         name: Index in :attr:`Records.names`.
         begin: Begin (unix ns).
@@ -112,8 +112,8 @@ class SpanTable(NamedTuple):
         open: 1 if the span continued after ``end``, because it was open in the log or ``end`` is
             clipped.
         since: Begin (unix ns) of the whole span, before ``begin`` if that is clipped.
-        parent: Number of the innermost span that was open at the begin of the span, or -1.
-        reach: End (unix ns) of the span, or of an inner span that ends later.
+        parent: Row of the innermost span that was open at the begin of the span, or -1.
+        reach: End (unix ns) of the span, or of a span below it that ends later.
     """
 
     trajectory: Ints
@@ -136,8 +136,8 @@ class Blocks(NamedTuple):
         loop: Number of the event loop.
         begin: Begin (unix ns).
         end: End (unix ns).
-        trajectory: Number of the trajectory whose task blocked the loop, or -1.
-        what: Index in :attr:`Records.blockers`.
+        trajectory: Index of the trajectory whose task blocked the loop, or -1.
+        what: Index in :attr:`Records.blockers` of the code that blocked the loop.
     """
 
     loop: Ints
@@ -161,11 +161,11 @@ class Records:
         trajectories: The trajectories.
         names: Causes of a trajectory's time: fixed causes, then names of spans.
         spans: Spans of the trajectories, and spans outside trajectories.
-        requests: The engine's request id, by the number of the span that made the request.
+        requests: The engine's request id, by row in ``spans`` of the span that sent the request.
         blocks: Intervals in which event loops were blocked.
-        blockers: Blockers as ``(lane, span, function)``. Without a span, the function or
-            ``unknown`` is in its place. Of several functions in one span, the longest blocker
-            counts.
+        blockers: Code that blocked event loops, as ``(lane, span, function)``. Outside spans, the
+            function or ``unknown`` is in the span's place. Of a span's functions, it is the one
+            that blocked longest.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Records:
         ]
 
     def _add(self, source: Source, log: TrajectoryLog, window: tuple[int, int]) -> None:
-        """Add the records of a log that overlap a window."""
+        """Add the records of a log that overlap the window in which the step was recorded."""
         self._offset, self._window = source.offset_ns, window
         self._loop_of = {loop.id: self._loops + index for index, loop in enumerate(log.loops)}
         self._loops += len(log.loops)
@@ -228,9 +228,17 @@ class Records:
         )
 
     def _add_spans(self, log: TrajectoryLog, numbers: dict[int, int]) -> dict[int, int]:
-        """Add the spans of a log; return the trajectory number of each kept span, by span id."""
+        """Add the spans of a log that overlap the step.
+
+        Args:
+            log: The log.
+            numbers: Index of each trajectory in ``trajectories``, by its id in the log.
+
+        Returns:
+            Index of the trajectory of each added span, by the span's id in the log.
+        """
         rows: list[tuple[int, ...]] = []
-        kept: dict[int, int] = {NO_SPAN: NO_SPAN}  # of a span that is not kept, the one around it
+        kept: dict[int, int] = {NO_SPAN: NO_SPAN}  # row by span id; if not added, that around it
         owners: dict[int, int] = {}
         for span in sorted(log.spans, key=lambda span: (span.begin_ns, span.id)):
             number = numbers.get(span.trajectory)
@@ -264,7 +272,10 @@ class Records:
         return owners
 
     def _open_around(self, span: int, begin: int, end: int) -> int:
-        """Return the innermost open span around an interval; the search begins at a given span."""
+        """Return the innermost of a span and the spans around it that is open at ``begin``.
+
+        The ``reach`` of these spans is extended to ``end``.
+        """
         while span != NO_SPAN and self._ends[span] <= begin:
             span = self._parents[span]
         around = span
@@ -288,7 +299,10 @@ class Records:
 
 
 def _failed_in(log: TrajectoryLog) -> dict[int, str]:
-    """Return the span of each failure: the last span that raised, else the last unfinished one."""
+    """Return the name of the span in which each failed trajectory failed, by the trajectory's id.
+
+    It is the last span that raised, else the last unfinished span; empty without such a span.
+    """
     last: dict[int, SpanRecord | None] = {}
     for trajectory in log.trajectories:
         if trajectory.error and trajectory.status in _WITH_ERROR:
@@ -305,7 +319,7 @@ def _failed_last(span: SpanRecord) -> tuple[bool, int, int]:
 
 
 def requests_of(records: Records, manifest: Manifest) -> dict[int, Request]:
-    """Return the engine's request of each ``generate`` span, by the number of the span."""
+    """Return the engine's request of each ``generate`` span, by row in :attr:`Records.spans`."""
     spans = records.spans
     generates = (
         (number, id, int(spans.begin[number]), int(spans.end[number]))

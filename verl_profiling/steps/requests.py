@@ -28,8 +28,8 @@ def joined(
 ) -> dict[int, Request]:
     """Return the request of each span, by the span's number; spans without a request are left out.
 
-    Several requests may have the span's request id, e.g. after a retry. The candidates are the last
-    request before the span's begin and the first request after it; the larger overlap decides.
+    Several requests may have the span's request id, e.g. after a retry. Of the last request that
+    begins before the span and the first one after, that with the larger overlap is the span's.
 
     Args:
         spans: (number, request id, begin, end) of each span, in unix ns.
@@ -57,7 +57,7 @@ VALIDATE = "validate"
 
 
 def requests(manifest: Manifest) -> list[RequestRow]:
-    """Return the requests of every replica, on the controller's clock."""
+    """Return the requests of every replica, with times relative to the begin of the step."""
     validations = [span for span in manifest.stages if span.name == VALIDATE]
     rows = []
     for worker in manifest.workers:
@@ -86,8 +86,8 @@ def _since(begin_ns: int, time_ns: int) -> float | None:
 
 
 def per_token_us(request: Request) -> float | None:
-    """Return the mean time per response token (us), without the first token,
-    which is part of prefill.
+    """Return the mean time per response token (us), without the first token, which is part of
+    prefill; ``None`` if it is unknown.
     """
     if not request.first_token_ns or request.response_tokens < 2:
         return None
@@ -96,7 +96,7 @@ def per_token_us(request: Request) -> float | None:
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One inference request that ended during the capture of its replica.
+    """One inference request that ended during the capture of its replica; times are in us.
 
     Requests are a table of their own, not part of the report: a step may have 100,000.
 
@@ -107,14 +107,14 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
         first_token_us: Time of the first token in the engine, or else of the first output at the
             sender; ``None`` if neither is known.
         end_us: Time of the complete response.
-        latency_us: From sending to the complete response.
+        latency_us: Duration from sending to the complete response.
         prompt_tokens: Length of the prompt.
         response_tokens: Length of the response.
         id: Request id in the engine; empty if unknown.
         arrival_us: Time of arrival at the engine's scheduler, if known.
         scheduled_us: Time at which the engine first scheduled the request, if known.
         last_token_us: Time of the last token in the engine, if known.
-        to_first_token_us: From sending to the first token, if known.
+        to_first_token_us: Duration from sending to the first token, if known.
         per_token_us: Mean time per token after the first, if known.
         cached_tokens: Prompt tokens from the engine's prefix cache, if known.
         preemptions: Number of preemptions by the engine, if known.

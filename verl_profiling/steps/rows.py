@@ -1,6 +1,7 @@
-"""Events of a lane as rows, each with a key.
+"""Events of a lane as rows, each with the number of a key.
 
-A key is a name, a thread and a process group, and is classified once, however many rows have it.
+A key is a name, a thread and a process group. Its kind is found once, although a trace may have
+millions of events with the same key.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ Keys: TypeAlias = NDArray[np.int32]
 
 
 class Key(NamedTuple):
-    """Name, process, thread and process group of events."""
+    """The values that many events have in common.
+
+    Attributes:
+        name: Name of the events.
+        pid: Id of their process in the trace.
+        tid: Id of their thread or stream in the trace.
+        group: Process group of a collective; ``None`` for other events, or if unknown.
+    """
 
     name: str
     pid: object
@@ -34,8 +42,13 @@ class Key(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Events of a lane as columns: spans, numbers of the keys,
-    numbers of the launches (0: none).
+    """Events of a lane as columns.
+
+    Attributes:
+        spans: Begin and end of each event (unix ns).
+        keys: Number of each event's key in the :class:`KeyTable`.
+        launches: Number that a host call shares with the device events that it launched; 0 for
+            other events.
     """
 
     spans: Spans
@@ -48,17 +61,24 @@ class Rows(NamedTuple):
 
 
 class KeyTable:
-    """The keys of a lane by number, from 1 on, and what is the same for all events of a key."""
+    """The keys of a lane by number, from 1 on, with the properties of all events of a key."""
 
     def __init__(self) -> None:
         self.keys = [Key("", None, None)]
         self._numbers: dict[tuple[object, ...], int] = {}
         self._kinds, self._blocks_from_ns = array("b", [NOTHING]), array("q", [0])
-        # An event that correlates names the call that launched it, or is that call.
+        # An event correlates if it has the number of a launch: as the host call, or as its kernel.
         self._correlates, self._launches_graph = array("b", [False]), array("b", [False])
 
     def number(self, kind: int, key: Key, *task: object, calls_device: bool = False) -> int:
-        """Return the number of a key of a kind, a new one for a new key."""
+        """Return the number of a key, which is a new number for a new key.
+
+        Args:
+            kind: Kind of the key's events.
+            key: The key.
+            task: Further values that separate keys, e.g. the task type of an NPU's events.
+            calls_device: Whether the events are calls of a device's runtime or driver.
+        """
         number = self._numbers.setdefault((kind, key, *task), len(self.keys))
         if number == len(self.keys):
             self.keys.append(key)
@@ -79,12 +99,12 @@ class KeyTable:
         return kinds
 
     def blocks_from_ns(self, keys: Keys) -> Ints:
-        """Return the duration from which each event blocks the host."""
+        """Return the least duration (ns) with which each event counts as blocking the host."""
         durations: Ints = np.frombuffer(self._blocks_from_ns, np.int64)[keys]
         return durations
 
     def correlates(self, keys: Keys) -> NDArray[np.bool_]:
-        """Return whether each event launches work of a device, or was launched."""
+        """Return whether each event may have the number of a launch, see :class:`Rows`."""
         return np.frombuffer(self._correlates, np.bool_)[keys]
 
     def launches_graph(self, keys: Keys) -> NDArray[np.bool_]:
@@ -107,7 +127,7 @@ def _numbered(values: Iterable[object]) -> Keys:
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """Return the rows of all parts, which may be none."""
+    """Return the rows of all parts, one part after the other; there may be no parts."""
     none = Rows(EMPTY, np.empty(0, np.int32), np.empty(0, np.int64))
     return Rows(*map(np.concatenate, zip(none, *parts, strict=True)))
 

@@ -1,4 +1,4 @@
-"""The input of the analysis: the traces of one step, and the paths of its results."""
+"""The input of the analysis: files and manifest of one step, and the paths of its results."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         role: Role of the worker.
         rank: Rank inside the role, or inside the replica.
         replica: Index of the rollout replica.
-        topology: Coordinates in named parallel dimensions.
+        topology: Coordinates in named parallel dimensions, e.g. ``{"tp": 1, "pp": 0}``.
         offset_ns: Clock offset: time in the file minus time on the controller's clock.
         stage: The recorded stage, in discrete mode.
         begin_ns: Begin of the first event (unix ns), for a file without a manifest.
         recorded_ns: Begin and end of the recording in the manifest (unix ns on the controller's
             clock); 0 if unknown.
         pids: Ids of the lane's processes in the file; empty for all processes.
-        where: ``host:path`` of a file on another host's own file system, which a Ray task reads;
-            ``path`` is its path if it were in the step folder.
-        artifact: Path of the artifact of that file, relative to the step folder.
-        capture_id: The capture to which that file belongs.
+        where: ``host:path`` of a file on another host's own file system, which a Ray task reads.
+            Then ``path`` is the path that the file would have in the step folder.
+        artifact: Path of the file's artifact, relative to the step folder.
+        capture_id: Id of the capture to which the file belongs.
     """
 
     path: Path
@@ -81,7 +81,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def host_clock(self) -> str:
-        """The host on whose clock the times are, if its offset is not measured; else ``""``."""
+        """The host with the clock of the file's times, if its offset is unknown; else ``""``."""
         return ""
 
     @property
@@ -133,8 +133,8 @@ def sorted_sources(sources: Iterable[Source]) -> list[Source]:
 
 
 GRAPH_CAPTURE = "graph_capture"
-"""Role of traces that were recorded while an engine captured graphs: launches run nothing,
-so no step.
+"""Role of traces that were recorded while an engine captured graphs. Launches run nothing then, so
+such a trace shows no work of a step.
 """
 
 TIMELINE_NAME = "timeline.json.gz"
@@ -225,7 +225,7 @@ def short_label(text: str) -> str:
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
-    """A selection of events, all by default. Names of threads are always kept.
+    """A selection of events for a timeline, all by default. Names of threads are always kept.
 
     Attributes:
         min_us: Complete events (``ph == "X"``) shorter than this are dropped.
@@ -243,10 +243,10 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
         return is_long and (not self.windows_ns or _overlaps(begin_ns, took_ns, self.windows_ns))
 
     def select(self, events: list[Event], base_ns: int) -> list[Event]:
-        """Return the selected events.
+        """Return the events of one trace that the selection keeps.
 
         Args:
-            events: Events of one trace.
+            events: Events of the trace.
             base_ns: Time of the trace's ``ts == 0`` (unix ns, controller's clock).
         """
         if self.min_us:
@@ -266,7 +266,7 @@ def _overlaps(begin: float, took: float, windows: Iterable[tuple[float, float]])
 
 
 def one_by_one(inputs: StepInputs) -> list[StepInputs]:
-    """Split the inputs of a continuous capture by step; inputs of a single step are returned
+    """Split the inputs of a capture of several steps by step; inputs of a single step are returned
     unchanged.
 
     A stage that crosses the end of a step is split. A request belongs to the step in which it
@@ -291,13 +291,13 @@ def _in_order(spans: Sequence[StepSpan]) -> bool:
 
 
 class _Window(NamedTuple):
-    """A step of a continuous capture; times are unix ns.
+    """The time of one step in a capture of several steps, in unix ns.
 
     Attributes:
         begin_ns: Begin of the step.
         end_ns: End of the step.
-        since_ns: Begin of the step, but 0 for the first one.
-        next_ns: Begin of the next step.
+        since_ns: Begin of the step; for the first step 0, so that it gets all that came before.
+        next_ns: Begin of the next step; for the last step, the largest time.
     """
 
     begin_ns: int
@@ -306,13 +306,16 @@ class _Window(NamedTuple):
     next_ns: int
 
     def drives(self, begun: ToolSpan | Rpc) -> bool:
-        """Return whether a tool span or RPC belongs to this step: the last before it,
-        else the first.
+        """Return whether a start or stop of a tool, or an RPC, belongs to this step.
+
+        It belongs to the last step that began before it; if there is none, to the first step.
         """
         return self.since_ns <= begun.begin_ns < self.next_ns
 
     def overlaps(self, artifact: Artifact) -> bool:
-        """Return whether an artifact was recorded in the step; without an end, it may have been."""
+        """Return whether an artifact was recorded in the step, at least in part. An artifact
+        without an end counts, because it may have been.
+        """
         has_begun = artifact.begin_ns < self.end_ns
         return not artifact.end_ns or (has_begun and artifact.end_ns > self.begin_ns)
 

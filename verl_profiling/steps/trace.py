@@ -66,16 +66,17 @@ _PHASE = re.compile(rb'"ph"\s*:')
 _IMPOSSIBLE = re.compile(r"Expected `float` [<>]= .* - at `\$\[0\]\.dur`")  # msgspec, on a duration
 _SCANNER = json.JSONDecoder()
 _TOLERANT = json.JSONDecoder(parse_constant=lambda name: None)
-_TAIL_BYTES = 1 << 18
+_TAIL_BYTES = 1 << 18  # of the file's end, which may have baseTimeNanoseconds
 _MOST_OBJECTS = 1000  # to try behind damage, so that nested garbage takes milliseconds
-_MOST_HEAD = 16 << 20
-_MOST_EVENT = 16 << 20
+_MOST_HEAD = 16 << 20  # bytes before traceEvents
+_MOST_EVENT = 16 << 20  # bytes of one event
 _MAX_DECIMAL = Decimal(MAX_US)
 _UNTRAPPED = Context(traps=[])  # a comparison with NaN is false
 
 
 class Event(msgspec.Struct, gc=False, omit_defaults=True):
-    """One event of the `Trace Event Format`_; an absent field has its default.
+    """One event of the `Trace Event Format`_, which defines the fields; an absent field has its
+    default.
 
     Attributes:
         ts: Begin in microseconds since the trace's ``base_ns``.
@@ -102,8 +103,8 @@ class Event(msgspec.Struct, gc=False, omit_defaults=True):
     args: msgspec.Raw = NO_ARGS
 
     def said(self, key: str) -> str:
-        """Return an argument, a string or an integer, as text;
-        ``""`` for any other or a missing one.
+        """Return an argument of the event as text; ``""`` if it is missing, or neither a string nor
+        an integer.
         """
         try:
             return str(_TEXT.decode(_ARGUMENTS.decode(self.args)[key]))
@@ -131,8 +132,8 @@ class Trace:
         truncated: Whether reading ended before the last event; the reason is in the last warning.
         events: Number of events read so far.
         skipped: Number of invalid events; only the first one has a warning.
-        holes_ns: Times around parts of unknown content (ns since ``base_ns``), from the event
-            before a part to the event after it.
+        holes_ns: Begin and end (ns since ``base_ns``) of each period that may lack events: from the
+            event before an unreadable part of the file to the event after it.
         impossible: Number of events with a negative duration, or one of more than 30 years.
     """
 
@@ -143,8 +144,8 @@ class Trace:
 
         Args:
             path: The file.
-            limits: Limits on reading.
-            pids: Processes whose events are wanted; empty for all.
+            limits: Limits on size of the content and on memory.
+            pids: Ids of the processes whose events are read; empty for all.
 
         Raises:
             TraceFormatError: The file cannot be read, or is not a trace.
@@ -163,7 +164,7 @@ class Trace:
         self._buffer = b""
         self._consumed = 0
         self._ended = False
-        self._gaps: list[int] = []  # places among the events of a chunk
+        self._gaps: list[int] = []  # for each unreadable part, the number of events before it
         self._last_us = 0.0
         self._is_object = True
         self.metadata = self._read_header()
@@ -216,7 +217,9 @@ class Trace:
         self._finish()
 
     def notes(self) -> Iterator[str]:
-        """Yield notes on the content, of its writer and on what was read so far."""
+        """Yield notes for the report: those that this package wrote into the header, and one on
+        impossible durations so far.
+        """
         yield from map(str, self.about("notes"))
         if self.impossible:
             yield (
@@ -224,7 +227,9 @@ class Trace:
             )
 
     def about(self, key: str) -> list[Any]:
-        """Return a list that this package wrote into the header of a trace; else an empty one."""
+        """Return a list that this package wrote into the header of a trace, e.g. ``notes``; empty
+        without one.
+        """
         said = self.metadata.get("verl_profiling")
         values = said.get(key) if isinstance(said, dict) else None
         return values if isinstance(values, list) else []
@@ -344,11 +349,15 @@ class Trace:
             position = end
 
     def _leave_out(self, piece: bytes, offset: int, place: int) -> None:
-        """Skip a part that cannot be read; without a clear cause, the time around the part is
-        unknown.
+        """Skip a part of the file that cannot be read, and remember its place for ``holes_ns``.
 
         torch writes names of annotations verbatim, so a quotation mark ends the string too early.
-        Then only this event is lost.
+        Then only this event is lost, and there is no hole.
+
+        Args:
+            piece: Content of the part.
+            offset: Bytes of content before the part.
+            place: Number of the chunk's events before the part.
         """
         if (name := _NAME.match(piece)) and len(_PHASE.findall(piece)) == 1:
             text = name[1].decode("utf-8", "replace")
@@ -360,8 +369,8 @@ class Trace:
         self._skip(offset, f"skipped {byte_size(len(piece))} that cannot be read")
 
     def _add_holes(self, events: list[Event]) -> None:
-        """Add the times around the gaps of a chunk,
-        and remember the begin of the chunk's last event.
+        """Add a hole for each unreadable part of a chunk, and remember the begin of the chunk's
+        last event, where the next hole may begin.
         """
         if not self._gaps:  # nearly always
             timed = (event.ts for event in reversed(events) if event.ts is not None)
@@ -424,8 +433,12 @@ class Trace:
 
 @lru_cache(maxsize=1024)
 def _read_end(path: Path, limits: Limits, state: tuple[int, int]) -> dict[str, Any]:
-    """Return the base time from the end of the file (torch 2.3); ``state`` (size,
-    mtime) is a cache key.
+    """Return ``baseTimeNanoseconds`` from the end of the file, where torch 2.3 writes it.
+
+    Args:
+        path: The file.
+        limits: Limits on reading.
+        state: Size and time of the last change, so that a changed file is not taken from the cache.
     """
     tail = b""
     for block in Blocks(path, limits):
@@ -438,7 +451,7 @@ def _read_end(path: Path, limits: Limits, state: tuple[int, int]) -> dict[str, A
 
 
 def _last_boundary(buffer: bytes) -> int:
-    """Return the end of the last surely complete event, or 0."""
+    """Return the end of the last event that another event follows, or 0; it is surely complete."""
     for window in (1 << 12, 1 << 16, len(buffer)):
         start = max(0, len(buffer) - window)
         ends = [match.start() + 1 for match in _BOUNDARY.finditer(buffer, start)]
@@ -448,7 +461,11 @@ def _last_boundary(buffer: bytes) -> int:
 
 
 def _between(before_ns: int, after_ns: int) -> list[tuple[int, int]]:
-    """Return the time between two events in the file; torch writes one thread after the other."""
+    """Return the periods of which events may be missing between two events in the file.
+
+    torch writes one thread after the other. So if the second event is earlier, it is of another
+    thread; events may be missing at the end of the first and at the begin of the second.
+    """
     if before_ns <= after_ns:
         return [(before_ns, after_ns)]
     return [
