@@ -22,14 +22,14 @@ from verl_profiling.files.step_summary import Collectives, Period, RankUse, Step
 from verl_profiling.identity import ROLLOUT_ROLE
 
 ASKED_STEPS, MOST_STEPS = 6, 40  # ranks begin at different times
-"""Steps whose records are read, one more than the sign ``leader`` needs;
-steps in which reading is tried.
+"""Number of steps whose records are read, one more than the sign ``leader`` needs;
+most steps in which reading is tried.
 """
 
 MATTERS = 0.05
-"""Minimum share of a step exposed as stages without a leader, for which the records are read."""
+"""Minimum share of exposed time in stages without a slowest process, to read the records."""
 
-_PAUSE = 100
+_PAUSE = 100  # steps without reading, after steps with it
 _RECORDER = "torch._C._distributed_c10d"
 _GROUPS = "torch.distributed.distributed_c10d"
 _BACKEND = "gloo"
@@ -65,8 +65,8 @@ def collectives_in(steps: Sequence[Period], ahead_ns: int) -> list[Collectives]:
 
 
 def entered_collectives() -> list[tuple[str, int, int]]:
-    """Return the collectives that torch's recorder has kept: group with its size, number, and time
-    (ns).
+    """Return the collectives in torch's recorder: group with its size (``0 8``), number of the
+    collective in the group, and when this process entered it (ns).
 
     The list is empty if the recorder is off, or of another version.
     """
@@ -94,8 +94,9 @@ def with_lateness(summary: StepSummary) -> StepSummary:
     """Return the summary with each process's lateness to collectives, by stage, in place of the
     collectives.
 
-    The lateness of the last process to enter is its entry minus the entry before, in the stage of
-    its entry. Only groups of all processes of a role count: another process may have been later.
+    A process that enters a collective last is late by the time since the entry before its own. This
+    counts in the stage that it is in. Only groups of exactly a role's processes count, as in others
+    a process without records may have been later.
     """
     processes = summary.processes
     if not any(map(attrgetter("collectives"), processes)):
@@ -118,9 +119,9 @@ def _add_lateness(late: dict[str, Counter[str]], members: list[RankUse]) -> None
     """Add the lateness of a role's processes to the collectives that all of them entered.
 
     No process leaves a collective before the last one enters, so lateness adds up over collectives.
-    If the others entered the next collective before that, they did not wait, and the lateness
-    counts once. A process that begins its stage 3 s late enters its first collective 3 s late:
-        these 3 s are not counted.
+    If the others enter the next collective before the late one enters this one, they did not wait,
+    and the lateness counts once. A process that begins its stage 3 s late enters its first
+    collective 3 s late: these 3 s are not counted.
     """
     known: list[list[int]] = []
     entered = [use.collectives or {} for use in members]
@@ -146,7 +147,7 @@ def _add_lateness(late: dict[str, Counter[str]], members: list[RankUse]) -> None
 
 
 def _stages_at(use: RankUse, time_ns: int) -> Iterator[tuple[str, int]]:
-    """Yield the stages that a process runs at a time, and the begin of each run."""
+    """Yield the stages in which a process is at a time, with the begin of that run."""
     for name, begin_ns, end_ns, _ in use.each_run():
         if begin_ns <= time_ns <= end_ns:
             yield name, begin_ns
@@ -165,9 +166,7 @@ class RecorderReading:
         self._left = self._tries = self._pause = 0
 
     def begin(self) -> None:
-        """Read the recorders in the next steps,
-        because a stage became slow without a slowest process.
-        """
+        """Read the recorders in the next steps, as a stage is slow without a slowest process."""
         self.due, self._left, self._tries = True, ASKED_STEPS, MOST_STEPS
 
     def follow(self, summary: StepSummary) -> None:

@@ -43,7 +43,8 @@ _STEADY = 0.5
 less is a warm-up.
 """
 
-# Of the threshold of a lead: the least in each of five steps, and what three steps suffice for.
+# Multiples of the threshold of a lead: the minimum in each of five steps in a row, and the lead
+# for which three steps in a row suffice.
 _STEADY_LEAD = 0.3
 _LARGE_LEAD = 3.0
 _BESIDE_THE_WORST = 0.1  # share of the largest excess from which a role is slow too
@@ -57,7 +58,7 @@ class Detector:
     compared only with their own past.
 
     Args:
-        options: Thresholds of each sign.
+        options: Thresholds of each sign, such as ``slow_stage``.
     """
 
     def __init__(self, options: Anomaly) -> None:
@@ -95,7 +96,7 @@ class Detector:
         return suspicion and self._work.explained(suspicion, summary)
 
     def is_named(self, suspicion: Suspicion, summary: StepSummary) -> None:
-        """Record the suspects of a suspicion, so that their leads are not detected again."""
+        """Record the suspects that a suspicion got, so that their leads are not detected again."""
         leads = _leads(summary)
         for who in leads.keys() & {(suspicion.stage, lane) for lane in suspicion.suspects}:
             self._noticed_leads[who] = leads[who]
@@ -138,7 +139,7 @@ class Detector:
         self._often.update(times.keys())
 
     def _is_long(self) -> bool:
-        """Return whether the step alone is much longer, as the first one in a window."""
+        """Return whether this single step is much longer; at most one step in a window is."""
         step = self._step
         is_long = step.score > 0 and step.excess >= max(LONG_S, LONG * step.past.usual)
         since, self._since_long = self._since_long, self._since_long + 1
@@ -262,7 +263,7 @@ class Detector:
         )
 
     def _growth(self, use: RankUse) -> float:
-        """Return the growth of a process over the window, as a share; 0 for other memory."""
+        """Return the growth of a process's memory over the window, as a share; 0 if not steady."""
         window = self._options.window
         held = self._held.setdefault(use.lane, deque(maxlen=window + 1))
         size = use.held_bytes or (held[-1] if held else 0)
@@ -278,8 +279,8 @@ class Detector:
 
 
 def _lasting(shares: Iterable[float], least: float) -> float:
-    """Return the lead that a process keeps: the median of five steps, the least of every second
-    one of seven, or a third of the least of three.
+    """Return the lead that lasts, as a share of the step: the largest of the median of five steps,
+    the least of every second one of seven, and a third of the least of three.
     """
     latest = [*[0.0] * 7, *shares]
     steady = median(latest[-5:]) if min(latest[-5:]) >= _STEADY_LEAD * least else 0.0
@@ -287,7 +288,7 @@ def _lasting(shares: Iterable[float], least: float) -> float:
 
 
 def _leader(stage: str, lane: str, shares: Sequence[float], summary: StepSummary) -> Suspicion:
-    """Return the suspicion of a process that leads in a stage, by these shares of the steps."""
+    """Return the suspicion of a process whose leads in a stage are these shares of the steps."""
     longer = duration(shares[-1] * summary.duration_ns / 1e9)
     suspicion = Suspicion(
         noticed=summary.step,

@@ -1,4 +1,7 @@
-"""Exposed time: the part of the step's path in each stage of the loop, and the slowest process."""
+"""Exposed time: how long the step's critical path is in each stage of the loop.
+
+Also finds the leader of each stage: the slowest process, if the others waited for it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ TIED = 0.05
 """Tolerance, as a share of a stage's longest duration, within which processes count as tied."""
 
 LATE = 0.08
-"""Minimum lateness to collectives with which a process leads, as a share of the stage."""
+"""Minimum lateness to collectives that makes a process the leader, as a share of the stage."""
 
 _lane = attrgetter("lane")
 
@@ -33,7 +36,7 @@ class Standing(NamedTuple):
         role: The role.
         lanes: Lanes of the role's processes.
         durations: Nanoseconds that each process spent in the stage.
-        longest_ns: The longest of them.
+        longest_ns: The longest of these durations.
         leader: Lane of the process that was waited for; empty if unknown.
         lead_ns: The leader's time in the stage minus the median of the others; 0 if the leader
             waited for the others.
@@ -66,8 +69,8 @@ def compared(role: str, lanes: Sequence[str], slices: Slices, group: Ints) -> li
     """Return the standing of a role's processes in each group of slices.
 
     All ranks leave a collective together, and the rank that arrives first spends the most time in
-    it. So a rank whose stage ends together with the others' does not lead. The last rank to enter
-    leads, if known. Engines have no collectives.
+    it. So a rank whose stage ends together with the others' is no leader by its duration. The last
+    rank to enter leads, if its lateness is known. Engines have no collectives.
 
     Args:
         role: Role of the processes.
@@ -126,8 +129,8 @@ def _leads(values: Floats, leader: Ints) -> Floats:
 
 
 def _ended_last(ends: Floats, leader: Ints, lead_ns: Floats) -> NDArray[np.bool_]:
-    """Return whether each leader ended half of its lead or more after the median of the others, of
-    which some may not have run.
+    """Return whether each leader ended later than the median of the others that ran, by half of its
+    lead or more.
     """
     end = ends[np.arange(leader.size), leader]
     return np.asarray(2 * (end - _median_of_others(ends, leader)) >= lead_ns)
@@ -156,14 +159,15 @@ def exposed_in(
     """Return the exposed time of the loop's stages in each step, in order; a last row holds the
     time in no stage.
 
-    The exposed time of a stage is the length of the path in it. The rows add up to the step, to
-    the nanosecond.
+    The exposed time of a stage is the length of the critical path in it. The rows add up to the
+    step, to the nanosecond.
 
     Args:
         slices: The slices of the steps.
         has_workers: Whether the loop calls workers. Then a summary without workers has no clear
             leader.
-        is_silent: Whether no worker of a role has answered. It may have worked where no other did.
+        is_silent: Whether no worker of a role has answered. Such a role may have worked in a stage
+            in which no other did.
     """
     path_ns = _path_by_stage(slices)
     each = standings_in(slices, has_workers, is_silent)
@@ -176,7 +180,7 @@ def _rows(
     path_ns: Mapping[tuple[int, str], float],
     step: int,
 ) -> list[ExposedStage]:
-    """Return the exposed times of a step, from the standings and the path's time in each stage."""
+    """Return the exposed times of a step, from its standings and ``path_ns`` of its stages."""
     left_ns, rows = summary.duration_ns, []
     for name, [standing, *_] in each.items():
         if not standing.clear:
@@ -213,7 +217,7 @@ def _path_by_stage(slices: StepSlices) -> Mapping[tuple[int, str], float]:
 
 
 def standings(summary: StepSummary) -> dict[str, list[Standing]]:
-    """Return the standings of the working roles for each stage, first the role of the leader."""
+    """Return the standings of the roles at work in each stage, first the role of the leader."""
     return standings_in(StepSlices([summary]), True)[0]
 
 
@@ -314,7 +318,10 @@ def _works(slices: StepSlices) -> Mapping[tuple[int, str], list[Standing]]:
 
 
 def _joined(parts: dict[str, Standing]) -> Standing:
-    """Return the standing of a role in all its stages, led as the one with the largest lead."""
+    """Join a role's standings in its own stages inside one stage of the loop.
+
+    The leader is that of the stage with the largest lead.
+    """
     [first, *others] = parts.values()
     names = tuple(parts)
     if not others:
@@ -336,9 +343,9 @@ def _joined(parts: dict[str, Standing]) -> Standing:
 def _by_path(
     works: list[Standing], path_ns: Mapping[str, float], slack_ns: float
 ) -> list[Standing]:
-    """Return the standings of roles in a stage of the loop, by their time on the path.
+    """Return the standings of roles in a stage of the loop, by their time on the critical path.
 
-    If another role worked side by side with it, off the path, no process of the first role leads.
+    If another role worked beside it, off this path, no process of the first role leads.
     """
     if len(works) == 1:
         return works
@@ -350,8 +357,10 @@ def _by_path(
 
 
 def _unclear_roles(summary: StepSummary) -> set[str]:
-    """Return the roles of which no process leads: agent loops may have sent more to an engine, and
-    without a stage may have kept the loop waiting.
+    """Return the roles in which a slow process is no leader, as agent loops may be the cause.
+
+    They may have sent more requests to one engine. Without stages of their own, they may also have
+    kept the loop waiting.
     """
     with_spans = [*filter(attrgetter("spans"), summary.workers)]
     agents = [use for use in with_spans if TRAJECTORY in [total.name for total in use.spans]]

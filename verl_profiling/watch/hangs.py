@@ -62,7 +62,7 @@ class OpenPart(msgspec.Struct, frozen=True, omit_defaults=True):
         name: Its name.
         open_s: Seconds since it began.
         trajectory: Group and sample of its trajectory; empty for a stage.
-        facts: Facts of the span.
+        facts: Named values that user code gave the span, as text, e.g. ``turns``.
     """
 
     name: str
@@ -72,7 +72,7 @@ class OpenPart(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def waits(self) -> bool:
-        """Whether it only waits for another one."""
+        """Whether it is a ``wait:NAME``, which only waits for other work."""
         return self.name.startswith(WAIT)
 
 
@@ -83,19 +83,19 @@ class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):
         lane: Its lane.
         role: Its role.
         process: The process.
-        request_ns: Time of the loop's file, to which this is the answer.
-        quiet_s: Seconds since something in it progressed.
+        request_ns: Time of :data:`LOOP_FILE`, to which this is the answer.
+        quiet_s: Seconds since a stage or span began or ended, or a token was made.
         stages: Its open outermost stages.
         spans: Its innermost open spans, the oldest first, and behind them those that only wait.
         code: The innermost line of user code that runs.
-        calls: What this code has called: ``ray``, ``collective`` or nothing of these.
+        calls: Library in which this code waits: ``ray``, ``collective`` (of torch), or empty.
         in_coroutine: Whether a coroutine runs, and keeps its event loop from others.
         collectives: Number of the last collective that it entered, by process group and size.
         threads: Stack of each thread, innermost frame first.
         tasks: Stack of each asyncio task, outermost frame first.
         problem: Why there is no state, or why the process cannot go on.
-        distance: Kind of hang of such a problem; set by the loop.
-        answers: Whether it answers calls; set by the loop.
+        distance: Number of the ``problem`` in :class:`_Kind`: the least is reported first.
+        answers: Whether it answers calls of the watch; set by the loop.
     """
 
     lane: str
@@ -117,17 +117,17 @@ class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class HangReporter:
-    """Knows when a process progressed last, and what it is in.
+    """Reports when a process last made progress, and its open stages and spans.
 
     Args:
-        reports: Folder of its file, and the pause between two looks for the loop's file there (s).
+        reports: Folder of its file, and the pause between two polls for the loop's file there (s).
         lane: Lane of the process.
         role: Its role.
-        sums: Returns what the watch keeps of the process.
+        sums: Returns the records of the process that the watch keeps.
 
     Attributes:
-        reports: Where it reports.
-        ended: Set when its looks are to end.
+        reports: The folder and the pause.
+        ended: Set when the polls are to end.
     """
 
     def __init__(
@@ -147,8 +147,8 @@ class HangReporter:
         self._new_token_ns = 0
 
     def report(self, ended: threading.Event) -> None:
-        """Write the file of this process whenever the loop's file is there; at the end,
-        look once more.
+        """Write the file of this process for each new file of the loop, and remove it with that
+        one. Once ``ended`` is set, poll a last time.
         """
         folder, pause_s = self.reports
         path = Path(folder, f"{self._lane}.json")
@@ -157,7 +157,7 @@ class HangReporter:
         try:
             while not is_last:
                 is_last = ended.wait(pause_s)
-                self._token_ns()  # a token is dated by the look that sees it first
+                self._token_ns()  # the time of a token is that of the poll that sees it first
                 request_ns = 0
                 with suppress(OSError):
                     request_ns = path.with_name(LOOP_FILE).stat().st_mtime_ns
@@ -270,9 +270,7 @@ def _library_called(stack: Iterable[FrameType]) -> str:
 
 
 def _stopped_child() -> str:
-    """Return a clause on a process, started by this one or its children,
-    that a signal has stopped.
-    """
+    """Return a clause on a child process, at any depth, that a signal has stopped; else empty."""
     this = str(os.getpid())
     processes: dict[str, tuple[str, str, str]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -316,7 +314,7 @@ def _innermost(now_ns: int) -> Iterator[OpenPart]:
 
 
 def _awaited(coroutine: Any) -> Iterator[FrameType]:
-    """Yield the frames of a coroutine and of what it awaits, from outside to inside."""
+    """Yield the frames of a coroutine and of the coroutines that it awaits, outermost first."""
     while coroutine is not None:
         yield from filter(None, [getattr(coroutine, "cr_frame", None)])
         # The awaitables of Ray are no Python code, and have no cr_await.
@@ -337,10 +335,10 @@ def _place(frame: FrameType) -> str:
 
 
 class _Kind(IntEnum):
-    """The kinds of hang, that of the process to report first; docs/hangs.md explains each.
+    """The kinds of hang; the process with the least is reported. docs/hangs.md explains each.
 
-    A process that cannot answer comes first, then one whose open part no other process explains.
-    The chain is loop, worker or agent loop, engine, tool or collective.
+    A process that cannot answer comes first, then one whose open work no other process explains.
+    Processes wait along a chain: loop, worker or agent loop, engine, tool or collective.
     """
 
     DEAD_OR_STOPPED = 0
@@ -358,8 +356,8 @@ class _Kind(IntEnum):
 
 
 def culprit(everyone: Sequence[ProcessState], stage: str) -> tuple[str, str, list[str]]:
-    """Return the lane that is waited for, a clause on what it is in, and others that are in a stage
-    or span.
+    """Return the lane that all wait for, a clause on its open work, and other processes with open
+    work as text.
 
     Args:
         everyone: The loop's process, and the others.
@@ -402,7 +400,7 @@ def silent(
 
 
 _Reason = tuple[int, float, str]
-"""Kind of hang of a process, its time in its open part (s, negative), and a clause."""
+"""Kind of hang of a process, time in its open stage or span (s, negative), and a clause on it."""
 
 
 def _reason(state: ProcessState, everyone: Sequence[ProcessState], stage: str) -> _Reason:
@@ -440,7 +438,7 @@ def _reason(state: ProcessState, everyone: Sequence[ProcessState], stage: str) -
 
 
 def _in_no_part(state: ProcessState, is_loop: bool, has_others: bool) -> _Reason:
-    """Return the reason of a process without open stages and spans to report."""
+    """Return the kind of hang of a process without open stages and spans to report."""
     if not state.answers:
         return _Kind.ANSWERS_NO_CALL, 0.0, f"answers no call, and is at {state.code}"
     clause = f"is in its own code at {state.code}"
@@ -452,7 +450,7 @@ def _in_no_part(state: ProcessState, is_loop: bool, has_others: bool) -> _Reason
 
 
 def _unexplained(state: ProcessState, others: Iterable[ProcessState]) -> list[OpenPart]:
-    """Return the open spans that no stage of another role explains, the most telling first.
+    """Return the open spans that no stage of another role explains, the likeliest cause first.
 
     An engine's stage ``generate`` explains a span ``generate`` of an agent loop.
     """
@@ -482,7 +480,7 @@ def _is_late(peers: Sequence[ProcessState], state: ProcessState) -> bool:
 
 
 def _innermost_part(state: ProcessState, spans: Sequence[OpenPart] = ()) -> OpenPart | None:
-    """Return the first of these spans, else of all spans, else the last stage."""
+    """Return the first of ``spans``, else of the process's spans, else its last stage."""
     return next(iter((*spans, *state.spans, *state.stages[-1:])), None)
 
 

@@ -23,7 +23,7 @@ _APART = (WEIGHT_SYNC, "reward", "validate")
 """Stages for which a rollout waits that are not training."""
 
 _WAITS = 0.05
-"""Share of a step from which a trainer waits for a rollout in the background."""
+"""Minimum idle share with which a trainer counts as waiting for a rollout in the background."""
 
 
 def made_in(summary: StepSummary) -> tuple[int, int]:
@@ -69,7 +69,11 @@ def idle_in(slices: StepSlices, has_workers: bool) -> list[tuple[Idle | None, Id
 
 
 def _not_both(trainer: Idle | None, rollout: Idle | None) -> Idle | None:
-    """Return the rollout's idle time: both sides cannot wait for each other."""
+    """Return the rollout's idle time; both sides cannot wait for each other.
+
+    If the trainer waits for the rollout, the rollout has no requests, and does not wait for the
+    training.
+    """
     if trainer is None or rollout is None or rollout.cause != TRAINING:
         return rollout
     if trainer.cause == ROLLOUT and trainer.share >= _WAITS:
@@ -84,8 +88,8 @@ class _Sides:
         slices: The slices of the step.
 
     Attributes:
-        training: The work of the training processes.
-        rollout: The time in which the processes of the rollout generate.
+        training: Stages of the training processes, without waits and generation.
+        rollout: Stages in which the processes of the rollout generate.
     """
 
     def __init__(self, slices: StepSlices) -> None:
@@ -123,11 +127,11 @@ class _Sides:
         return [self._periods(loop.at(rows)) for rows in (is_in_background, ~is_in_background)]
 
     def causes_of_training(self) -> list[tuple[Ints, Slices]]:
-        """Return what training may wait for."""
+        """Return what training may wait for, in the form of ``causes`` of :meth:`idle`."""
         return [(self._waited, each) for each in (self._periods(self._others), *self._loop)]
 
     def causes_of_rollout(self) -> list[tuple[Ints, Slices]]:
-        """Return what the rollout may wait for."""
+        """Return what the rollout may wait for, in the form of ``causes`` of :meth:`idle`."""
         slices, work = self._slices, self.training
         is_apart = slices.named(work, *_APART)
         trains = work.at(~is_apart)
@@ -141,10 +145,9 @@ class _Sides:
         ]
 
     def _periods(self, slices: Slices) -> Slices:
-        """Return the periods in which any of the processes is in a stage.
+        """Return the periods in which any of the processes is in a stage, in order of begin.
 
-        They are in order of their begins, as of several stages that are open at once, the one that
-        began last is the cause.
+        Where several stages are open, the one that began last is the cause.
         """
         union = slices.by_name()
         union = union._replace(name=union.name % max(len(self._slices.names), 1))
@@ -158,8 +161,8 @@ class _Sides:
 
         Args:
             busy: The work of the processes, without overlap within a process.
-            causes: Returns periods of possible causes, and the cause of each stage; where periods
-                overlap, the last one counts.
+            causes: Returns pairs: the cause that each stage stands for, and periods in stages.
+                Where periods overlap, the last one counts.
         """
         slices = self._slices
         if not busy.who.size:
@@ -192,7 +195,7 @@ class _Sides:
 
 
 def _waited(stage: str) -> str:
-    """Return the name of what is waited for in a stage."""
+    """Return a stage as a cause: ``NAME`` for ``wait:NAME``, and ``rollout`` for ``generate``."""
     name = stage.removeprefix(WAIT)
     return ROLLOUT if name == _GENERATE else name
 
@@ -237,7 +240,7 @@ def _largest(parts: Iterable[tuple[str, float]], step_ns: int) -> Idle:
 
 
 def _idle(share: float, cause: str, cause_share: float) -> Idle:
-    """Return rounded shares; less than that has no cause."""
+    """Return an idle time with shares rounded to 0.01%; a cause with a share of 0 is left out."""
     part = _rounded(cause_share)
     return Idle(_rounded(share), cause if part else "", part)
 

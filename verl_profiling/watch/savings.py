@@ -1,8 +1,8 @@
-"""Savings: by how much a change of one stage would shorten a step, from the step's path.
+"""Savings: by how much a change of one stage would shorten a step, from its critical path.
 
 A loop without generation in the background is one chain, so what a stage saves, the step saves.
-With it, the step is as long as the longer one of two chains: that of the training, and that of the
-generation with the stages before which it cannot begin.
+With it, the step is as long as the longer one of two chains. One is the training. The other is the
+generation, with the stages that have to end before it begins.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _CHANGES: tuple[Literal["half", "even"], ...] = ("half", "even")
 
 
 class StageTimes(NamedTuple):
-    """The time of the path in a stage (ns).
+    """The time of the critical path in a stage (ns).
 
     Attributes:
-        work: Time in the workers' part, or all of it without workers.
-        uneven: The part of it by which the last worker was longer than the mean; 0 if unclear.
+        work: Time in stages of workers; without any, the whole time.
+        uneven: Time that the stage would save if its workers all took the mean; 0 if unclear.
     """
 
     work: float
@@ -43,8 +43,8 @@ class Background(NamedTuple):
         name: Name of its stage; empty if there is none.
         generation_ns: Time in the stage.
         wait_ns: Wait of the training for its end.
-        slack_ns: How long before the wait it ended.
-        before: Stages of the training before which it cannot begin.
+        slack_ns: How long before that wait it ended.
+        before: Stages of the training that have to end before it begins.
     """
 
     name: str = ""
@@ -55,7 +55,7 @@ class Background(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """A step as its chains.
+    """A step as chains of stages: the training, and generation in the background.
 
     Attributes:
         step_ns: Duration of the step.
@@ -109,10 +109,10 @@ class StepTimes(NamedTuple):
 
 
 def times_in(slices: StepSlices) -> list[StepTimes | None]:
-    """Return the chains of each step, whose summaries have their exposed times.
+    """Return the chains of each step, whose summaries already have their exposed times.
 
-    ``None`` where the loop waits for what is not known: a wait whose stage does not end in it,
-    waits at several places, and work that began before the stage that waits for it.
+    ``None`` where the chains are unknown: the awaited stage does not end in the wait, the loop
+    waits at several places, or a worker began before the stage that waits for it.
     """
     spine, called = slices.spine, slices.called
     waits = slices.waits
@@ -167,7 +167,7 @@ def _background(slices: StepSlices, step: int) -> Background | None:
     step_begin, step_end = float(slices.begins[step]), float(slices.ends[step])
     slack_ns = 0.0
     if end - begin > LEAST_SHARE * (step_end - step_begin):
-        # Batches that follow each other at once are one slice, so that its end may be hidden.
+        # Batches without a gap between them are one slice, so the awaited end may be hidden.
         if not ((generation.begin < end) & (generation.end > begin)).any():
             return None
     else:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 Listener = Callable[[StepSummary], object]
 Log = Callable[..., object]
-"""Writes the summaries of one reading, which are its arguments."""
+"""Writes step summaries; its arguments are those that the watch has read at once."""
 
 PREFIX = "profiling/watch/"
 _IN_NO_STAGE = "in_no_stage"
@@ -35,7 +35,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def values_of(summary: StepSummary) -> dict[str, float]:
-    """Return a step's duration, exposed time and leader by stage, memory by role, and span totals.
+    """Return a summary as named numbers, e.g. ``profiling/watch/rollout/exposed_s``.
 
     A stage without a clear leader has no ``leader_rank``, because a slowest rank by chance means
     nothing.
@@ -72,8 +72,8 @@ def values_of(summary: StepSummary) -> dict[str, float]:
 class WatchLog:
     """The watch's log of a run; call it with the summary of each step.
 
-    The file is closed after the steps of each reading, so that readers on other hosts see them.
-    Write errors are logged once and never reach the training loop; the next step is written again.
+    The file is closed after each call, so that readers on other hosts see the steps. The first
+    write error is logged, and none reaches the training loop. The next call tries again.
 
     Args:
         folder: The run's folder.
@@ -87,9 +87,7 @@ class WatchLog:
         self._complained = False
 
     def __call__(self, *summaries: StepSummary) -> None:
-        """Log the summaries of steps, without the stages of single processes;
-        any thread may do so.
-        """
+        """Append the summaries of steps, without the stages of single processes; thread-safe."""
         lines = _ENCODER.encode_lines([*map(_without_processes, summaries)])
         with self._lock:
             try:

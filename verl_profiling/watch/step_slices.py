@@ -1,4 +1,7 @@
-"""The slices of steps: the watch's readings of all processes as columns."""
+"""The stages of steps as slices, from the watch's readings of all processes.
+
+A slice is a row of a table: one time of a process in a stage.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ from verl_profiling.slices.slices import Ints, Slices, called_in, peers, segment
 
 
 class StepPart(NamedTuple):
-    """A part of a step's path, in time.
+    """A part of a step's critical path.
 
     Attributes:
-        row: Row of the spine; -1 in no stage.
-        called: Row of the called slice; -1 in the stage's own time.
+        row: Row of the loop's stage in :attr:`StepSlices.spine`; -1 in no stage.
+        called: Row of the worker's stage in :attr:`StepSlices.called`; -1 in the loop's own code.
         begin: Begin (ns).
         end: End (ns).
     """
@@ -155,13 +158,16 @@ class StepSlices:
         return np.asarray(is_in_role[slices.role])
 
     def stages(self, names: Ints) -> list[tuple[int, str]]:
-        """Return the step and the name of the stage of each index of a name."""
+        """Return the index of the step, and the stage's name, for values of a column ``name``."""
         many = max(len(self.names), 1)
         return [(number // many, self.names[number % many]) for number in names.tolist()]
 
     @cached_property
     def spine(self) -> Slices:
-        """The slices of the loop's stages, clipped to their steps, without those of no time."""
+        """The loop's stages, clipped to their steps, without those of no time.
+
+        The critical path goes along them, and into the workers' stages that they call.
+        """
         return self._within(self.loop)
 
     def _within(self, slices: Slices) -> Slices:
@@ -183,14 +189,14 @@ class StepSlices:
 
     @cached_property
     def called(self) -> Slices:
-        """The workers' stages for which a loop of one process waits, with rows of the spine as
-        parents.
+        """The workers' stages for which a loop of one process waits; the parent of each is the row
+        of the waiting stage in :attr:`spine`.
         """
         if self._of_loop != 1:
             return self.workers.at(slice(0))
         spine, waits = self.spine, self.waits
         called = called_in(spine, self.workers, waits)
-        # What goes on after the step was not waited for, where something else was.
+        # A stage that goes on after the step was not waited for, if the loop waited for another.
         ends = (called.end < self.ends[self.step(called)]) | waits[called.parent]
         stages = spine.name[called.parent]
         has_ended = np.bincount(stages[ends], minlength=int(stages.max(initial=0)) + 1) > 0
@@ -198,7 +204,7 @@ class StepSlices:
 
     @cached_property
     def path(self) -> list[StepPart]:
-        """The paths through the steps, in order of time."""
+        """The critical paths of the steps, in order of time."""
         spine, called = self.spine, self.called
         waits = np.full(spine.who.size, -1) if self._of_loop == 1 else peers(spine)
         # Engines have no collectives.
@@ -222,7 +228,7 @@ class StepSlices:
 
     @cached_property
     def path_in_calls(self) -> Mapping[tuple[int, str], Mapping[str, float]]:
-        """The time of the path in the calls of each role (ns), by step and stage."""
+        """The time of the critical path in workers' stages by role (ns), by step and stage."""
         stages, roles = self.stages(self.spine.name), self.called.role
         found = defaultdict[tuple[int, str], defaultdict[str, float]](partial(defaultdict, float))
         for part in self.path:

@@ -25,11 +25,11 @@ from verl_profiling.manifest import GC, MAX_NS, WEIGHT_SYNC, Work
 from verl_profiling.watch.collectives import collectives_in
 
 STAGES_OF_A_STEP = 16
-"""Ended outermost stages that a process keeps, per step that the watch keeps."""
+"""Number of ended outermost stages that a process keeps for each step that the watch keeps."""
 
 MOST_PERIODS = 256
-"""Maximum number of periods of all stages in a step, 8 KB, with as many for each stage: the passes
-of 64 batches and more. Further runs of a stage extend its last period, which hides other stages.
+"""Maximum number of periods (begin and end) of all stages in a step: 8 KB. Each stage gets an equal
+share. Further runs of a stage extend its last period, which then covers other stages.
 """
 
 MOST_NAMES = 256
@@ -44,22 +44,22 @@ LONG_NS = 20_000_000
 """After a stage of this length or longer, memory is always read."""
 
 PAUSE_NS = 50_000_000
-"""Least time between memory readings after short stages of one name;
-ten times as long for other names.
+"""Minimum time between memory readings, after a short stage named like the one before the last
+reading; ten times as long after other short stages.
 """
 
 _DEVICES = ("cuda", "npu")
 _LONGEST_NAME = 200
 _SHORTEST_SLICE_NS = 20_000_000  # doubled whenever the slices are too many
 _TOUCHING_NS = 1_000_000  # runs of a stage with a shorter gap are one
-_SLACK_NS = 50_000_000
+_SLACK_NS = 50_000_000  # a stage that ended so long before the first requested step is dropped
 _SMALL_PART = 100
 """Least part of a stage in a step: 1/100 of the stage if it has ended,
 1/100 of the step if it is open.
 """
 
 NO_LOOKS = ("", 0.0)
-"""With this value, a process no longer looks for the loop's file of a hang."""
+"""Value of ``WatchQuestion.hangs`` with which a process stops polling for the loop's file."""
 
 _USES = msgspec.msgpack.Decoder(list[RankUse | None])
 
@@ -72,7 +72,7 @@ class WatchQuestion(msgspec.Struct, frozen=True, kw_only=True):
         offsets_ns: Measured clock offsets by clock domain: the domain's clock minus the loop's
             clock.
         collectives: Whether the collectives that the process entered are requested, too.
-        hangs: Folder of the files of hangs, and the pause between two looks for the loop's file
+        hangs: Folder of the files of hangs, and the pause between two polls for the loop's file
             there (s);
             :data:`NO_LOOKS` once training has ended.
     """
@@ -117,7 +117,7 @@ class Begun(msgspec.Struct, eq=False, gc=False):
 
 
 class StageWithWork(Protocol):
-    """A stage with known work, which may be open."""
+    """A stage whose work may be known, such as its tokens; it may still be open."""
 
     name: str
     begin_ns: int
@@ -153,7 +153,7 @@ class StageSums:
 
     Attributes:
         spans: Sums of the process's trajectories and spans.
-        open: The outermost stages that are open, by ``id``.
+        open: The outermost stages that are open, by ``id()`` of the object.
         given: The last outermost stages with known work, in order.
         tokens: Functions whose value changes when an engine makes a token: the engine makes
             progress.
@@ -236,7 +236,7 @@ class StageSums:
     def _ended_in(
         self, steps: Sequence[Period], ahead_ns: int, runs: list[dict[str, list[Period]]]
     ) -> list[tuple[int, int]]:
-        """Add the ended stages to the runs of each step; return its peak and last memory."""
+        """Add the ended stages to ``runs``; return peak and last memory (bytes) of each step."""
         memory = [(0, 0)] * len(steps)
         first_ns = steps[0][0] + ahead_ns if steps else clock.now_ns()
         while self._ended and self._ended[0][2] < first_ns - _SLACK_NS:
@@ -304,7 +304,7 @@ def _divide(
         first_ns, last_ns = max(first_ns, begin_ns), min(last_ns, end_ns)
         least_ns = step_ns if is_open else min(end_ns - begin_ns, _SMALL_PART * step_ns)
         if not is_open and _SMALL_PART * (end_ns - last_ns) < last_ns - first_ns:
-            last_ns = end_ns  # its rest is in no step
+            last_ns = end_ns  # the small rest counts in this step
         if first_ns <= last_ns and _SMALL_PART * (last_ns - first_ns) >= least_ns:
             runs[at].setdefault(_name_in(runs[at], name), []).append((first_ns, last_ns))
             last = at
@@ -396,16 +396,16 @@ class SpanSums:
             numbers[3] += tokens
 
     def end(self, part: Begun, end_ns: int) -> None:
-        """Add an ended part of a weight update to the step of its middle:
-        part and step may end together.
+        """Add an ended part of a weight update at the time of its middle, as its end may be that of
+        the step.
         """
         half_ns = (end_ns - part.begin_ns) // 2
         failed = getattr(part, "failed", False)
         self.add(f"{WEIGHT_SYNC}/{part.name}", part.begin_ns - half_ns, end_ns - half_ns, failed)
 
     def last_ns(self) -> int:
-        """Return the end of the last time slice with a span that is no pause,
-        at most now; else 0.
+        """Return the end of the last time slice with more than garbage collections, at most now;
+        0 without one.
         """
         ended = [number for number, sums in [*self._slices.items()] if sums.keys() != {GC}]
         return min(clock.now_ns(), (max(ended, default=-1) + 1) * self._slice_ns)
@@ -420,7 +420,7 @@ class SpanSums:
         """
         of_steps: list[_Sums] = [{} for _ in steps]
         with self._lock:
-            slices, self._slices = self._slices, {}  # garbage collection may add a pause meanwhile
+            slices, self._slices = self._slices, {}  # a garbage collection may add itself meanwhile
             for number, sums in slices.items():
                 middle_ns = number * self._slice_ns + self._slice_ns // 2 - ahead_ns
                 if not steps or middle_ns > steps[-1][1]:
@@ -437,7 +437,7 @@ class SpanSums:
         ]
 
     def _join(self) -> None:
-        """Join each two neighbouring time slices."""
+        """Join each two neighbouring time slices into one of twice the length."""
         self._slice_ns *= 2
         slices, self._slices = self._slices, {}
         for number, sums in slices.items():

@@ -33,9 +33,7 @@ NEWS = 1.25
 """Ratio of a duration or lead to the known one from which it is worth a mention."""
 
 _OF_A_STAGE = 0.4
-"""Evidence of a span relative to that of a stage:
-few calls with long tails have means that vary.
-"""
+"""Weight of a slow span relative to a slow stage: the mean of few calls with long tails varies."""
 
 GENERATE = "generate"
 _MOST_SPANS_NAMED = 2  # in a reason, which is one line of the log
@@ -57,7 +55,7 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
             others.
         ran: Names of the stages that these processes ran inside the loop's stage.
         is_over: Whether only one step was slow, which is not worth a capture of the next step.
-        likely: Leader of one later step, a suspect if it leads in a further step.
+        likely: Slowest process of one later step; a suspect if it is so in a further step.
     """
 
     kind: TriggerKind = "anomaly"
@@ -91,14 +89,14 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
 
     @property
     def who(self) -> list[str]:
-        """A sentence with the suspects of a stage; empty if the reason contains the suspects."""
+        """The suspects in a sentence, as a list; empty if the reason has them already."""
         if not self.stage or (self.sign == "leader" and len(self.suspects) <= 1):
             return []
         return [f"longest there: {', '.join(self.suspects)}" if self.suspects else NOBODY]
 
     def lasts_in(self, summary: StepSummary) -> bool:
-        """Return whether at least half of the excess is left in another step;
-        always of the other signs.
+        """Return whether another step still has at least half of the excess over the median;
+        always ``True`` for signs that are no slow stage or step.
         """
         if self.sign not in ("slow_stage", "slow_step"):
             return True
@@ -110,7 +108,7 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
     def named_in(self, summary: StepSummary) -> Suspicion:
         """Return the suspicion, with suspects if two later slow steps have the same first suspect.
 
-        In both steps, the suspect has to explain half of the excess.
+        In both steps, its lead has to be at least half of the excess over the median.
         """
         if not self.lasts_in(summary):
             return self
@@ -161,6 +159,9 @@ class SpanPast:
 
     Args:
         options: Thresholds; ``slow_span`` and ``window`` are used.
+
+    Attributes:
+        series: Mean time per call of each span, with its past.
     """
 
     def __init__(self, options: Anomaly) -> None:
@@ -169,7 +170,7 @@ class SpanPast:
         self.series = defaultdict[SpanKey, Series](partial(Series, options.window))
 
     def join(self, totals: SpanTotals, summary: StepSummary) -> list[SpanKey]:
-        """Add the spans of a step; return those that became slow, by mean per call."""
+        """Add the spans of a step; return those whose mean time per call became slow."""
         self._totals.append(totals)
         if self._options.slow_span is None:
             return []
@@ -192,7 +193,7 @@ class SpanPast:
         return series.add(_OF_A_STAGE * amount)
 
     def grown(self, totals: SpanTotals, enough_ns: float) -> dict[SpanKey, str]:
-        """Return the spans whose totals grew by so much, with their usual totals as sentences.
+        """Return the spans whose totals grew by at least ``enough_ns``, each with a sentence.
 
         The largest growth is first, and trajectories are last.
         """
@@ -231,8 +232,10 @@ class SpanPast:
 
 
 def is_wait(name: str) -> bool:
-    """Return whether spans of this name wait for others, are no work of their own,
-    or part of a stage.
+    """Return whether spans of this name are never slow by themselves.
+
+    They wait for others, contain them (trajectories), are garbage collections or the sum of further
+    names, or are parts of a weight update.
     """
     return name in (TRAJECTORY, GC, OTHERS) or name.startswith((WAIT, f"{WEIGHT_SYNC}/"))
 
@@ -248,7 +251,7 @@ def by_role(summary: StepSummary) -> SpanTotals:
 
 
 def worker_role(name: str) -> str:
-    """Return the role that does the work of a span, if its processes exist."""
+    """Return the role that does a span's work: ``rollout`` for ``generate``, else of its name."""
     return ROLLOUT_ROLE if name in (GENERATE, TRAJECTORY) else name
 
 
@@ -260,8 +263,8 @@ def calls(runs: float) -> str:
 def explained(
     suspicion: Suspicion, summary: StepSummary, spans: SpanPast, outside: Series | None
 ) -> Suspicion:
-    """Return the suspicion, with the spans in its reason that grew along with its stage,
-    or the loop.
+    """Return the suspicion with a longer reason: the spans that grew along with its stage, or the
+    loop's own code.
 
     Args:
         suspicion: The suspicion.
@@ -285,7 +288,9 @@ def explained(
 
 
 def _loop_was_alone(summary: StepSummary, outside: Series | None) -> bool:
-    """Return whether half of the growth outside of stages is time in which no process ran."""
+    """Return whether the time in which no process was in a stage explains half of the growth of the
+    loop's time in no stage.
+    """
     return outside is not None and 2e-9 * alone_ns(summary) >= outside.value + outside.past.usual
 
 
@@ -295,8 +300,8 @@ def _grown(
     summary: StepSummary,
     spans: SpanPast,
 ) -> dict[SpanKey, str]:
-    """Return the spans that grew by at least half of the excess, of roles that worked in the
-    stage.
+    """Return the spans that grew by at least half of the suspicion's excess over the median, of
+    roles that worked in its stage.
 
     A trajectory is returned only if none of its spans is. In a weight sync, a generation counts
     only if it ran there.
@@ -336,7 +341,7 @@ def _by_growth(
     """Return the suspicion with the processes that do the work of the grown spans as first
     suspects.
 
-    Agent loops wait for the process that does the work of a span, if it has one of that name.
+    An agent loop waits for the process that does the work, if that has a span of the same name.
     """
     name = GENERATE if grown[0][1] == TRAJECTORY else grown[0][1]
     doing = [key for key in grown if key[1] == name and (key[0], TRAJECTORY) not in totals]
@@ -376,7 +381,7 @@ def with_span(suspicion: Suspicion, summary: StepSummary, role: str, span: str) 
 
 
 def _slowest(took: Mapping[str, float]) -> str:
-    """Return the lane whose value exceeds the median of the others; empty if none does."""
+    """Return the lane whose value exceeds the median of the others by a quarter; else empty."""
     slowest = max(took, key=took.__getitem__, default="")
     others = {**took}
     others.pop(slowest, None)

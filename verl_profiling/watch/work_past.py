@@ -1,4 +1,7 @@
-"""How much of a slow stage, or of a process's lead, its data explain, from the steps before."""
+"""Tells how much of a slow stage, or of a slow process, is due to more tokens in its data.
+
+The times and tokens of the last steps give the usual time for so many tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,17 @@ from verl_profiling.watch.suspicion import Suspicion
 
 
 class WorkPast:
-    """The last steps with known work. What they say is computed only for a suspicion.
+    """The last steps whose work is known: the tokens that each process had in each stage.
 
     Args:
-        most: Number of steps.
+        most: Number of steps that are kept.
     """
 
     def __init__(self, most: int) -> None:
         self._steps: deque[StepSummary] = deque(maxlen=most)
 
     def add(self, summary: StepSummary) -> None:
-        """Keep a step."""
+        """Keep a step, if its work is known."""
         if summary.work:
             self._steps.append(summary)
 
@@ -60,15 +63,19 @@ def _with_tokens(stage: str, step: StepSummary) -> dict[str, RankUse]:
 
 
 def _of_step(stage: str, steps: Sequence[StepSummary]) -> str:
-    """Compare the last step with the steps before: in each, the process with most tokens."""
+    """Compare a stage in the last step with the steps before, by the most tokens of a process.
+
+    The answer is a sentence, or empty.
+    """
     *before, last = [_run_of_step(stage, step) for step in steps]
     return _sentence(last, before, [], len(steps))
 
 
 def _of_leader(suspicion: Suspicion, steps: Sequence[StepSummary]) -> str:
-    """Compare the leader with its peers in the last step, by their runs in all steps.
+    """Compare the slowest process with its peers in the last step, by their runs in all steps.
 
-    Nothing is said where lateness to collectives is known, as durations have waits then.
+    The answer is a sentence. It is empty where lateness to collectives is known, as the durations
+    contain waits there.
     """
     stage, leader = suspicion.stage, "".join(suspicion.suspects[:1])
     *before, last = [_with_tokens(stage, step) for step in steps]
@@ -85,14 +92,14 @@ def _of_leader(suspicion: Suspicion, steps: Sequence[StepSummary]) -> str:
 
 
 def _run_of_step(stage: str, step: StepSummary) -> Runs:
-    """Return the time that a stage exposed in a step, with the work of its heaviest process."""
+    """Return a stage's exposed time in a step, with the work of the process with most tokens."""
     each = [_run(stage, use) for use in _with_tokens(stage, step).values()]
     heaviest = max(each, key=lambda run: float(run.tokens[0]))
     return heaviest._replace(seconds=np.array([step.exposed_s.get(stage, 0.0)]))
 
 
 def _run(stage: str, use: RankUse) -> Runs:
-    """Return the stage of a process in a step as one run."""
+    """Return the time and work of a process's stage in a step, as if it had run once."""
     work = (use.work or {})[stage]
     took_ns = sum(ns for name, _, _, ns in use.each_run() if name == stage)
     facts = took_ns / 1e9, work.tokens or 0, work.tokens_squared or 0
@@ -100,7 +107,15 @@ def _run(stage: str, use: RankUse) -> Runs:
 
 
 def _sentence(leader: Runs, peers: Sequence[Runs], earlier: Sequence[Runs], steps: int) -> str:
-    """Return how much of a lead are data, and how much the machine."""
+    """Return a sentence on how much of the leader's additional time is due to its data, and how
+    much to its machine.
+
+    Args:
+        leader: The slow run.
+        peers: The runs that it is compared with.
+        earlier: Further runs, for the fit of time to tokens.
+        steps: Number of steps that they are from.
+    """
     if len(peers) + len(earlier) < LEAST_RUNS:
         return f"data or machine: cannot tell: {steps} steps"
     found = explained(leader, peers, earlier)
