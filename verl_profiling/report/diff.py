@@ -43,7 +43,7 @@ _SHOWN_STAGES = 16
 # z of Spearman's correlation with the step; chance exceeds it once in a thousand stages
 _BY_CHANCE = 3.3
 _JUMP_BY_CHANCE = 4.3  # as above, of the largest of all jumps
-_LEAST_DRIFT = 0.01  # of the step
+_LEAST_DRIFT = 0.01  # least change that is shown, as a share of the step
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -294,7 +294,7 @@ def _join(*sides: list[_Numbers]) -> None:
 
 
 def _numbers_of(report: Report) -> _Numbers:
-    numbers = {("step", STEP): report.span_us / 1e6}  # the first one
+    numbers = {("step", STEP): report.span_us / 1e6}  # first: ``compare`` takes its change
     for stage in report.stages:
         numbers["stage", stage.name] = stage.duration_us / 1e6
     for around in report.around_the_step:

@@ -222,7 +222,7 @@ _RANKED = (
     ),
     Rule("straggler", 0.05, losses.stragglers),  # of the role's time in the step
     Rule("idle_stage", 0.10, losses.idle_stages),  # of the step
-    # of the observed time of all devices, and so on
+    # of the observed time of all devices, unless a comment says otherwise
     Rule("long_tail", losses.LATE_REPLICA, losses.tail, stage=ROLLOUT),
     Rule("slow_replica", 0.20, losses.slow_replica, stage=ROLLOUT),  # of the time for a token
     Rule("after_generation", 0.05, losses.after_generation, stage=ROLLOUT),

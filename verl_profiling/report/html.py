@@ -196,7 +196,7 @@ def document(title: str, subtitle: str, sections: str, data: dict[str, Any] | No
         data: Data of the picture; ``None`` for a page without a picture.
     """
     drawn = ""
-    if data is not None:  # no name in it can end the element
+    if data is not None:  # escaped: no name in it can end the script
         text = msgspec.json.encode(data).decode()
         text = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
         library, program = map(_file, _PICTURE)

@@ -110,7 +110,7 @@ def stragglers(report: Report) -> Iterator[Loss]:
             f"waits, {who} {time_text(others_us)}, which is "
             f"{report.lane_seconds(row.behind_us / 1e6)} of waiting.{_data_or_machine(row)}"
         )
-        several = f"{row.slowest}_rank", f"{row.slowest} "  # ranks of a replica, devices of one
+        several = f"{row.slowest}_rank", f"{row.slowest} "  # its ranks or devices
         late = [lane for lane in lanes if lane == row.slowest or lane.startswith(several)]
         share = row.behind_us / (row.workers * span_us(report))
         advice = ""
@@ -380,7 +380,7 @@ def last_trajectories(report: Report, rollout: Rollout) -> Iterator[Loss]:
         cause = most.cause
         mostly = f": {most.share:.0%} of that is {_called(cause)}"
     if cause == LOOP_LAG and _loops_are_blocked(report):
-        return  # it follows from the blocks
+        return  # the finding on blocked loops covers it
     text = (
         f"In the last {duration(last.seconds)}, {last.share:.0%} of {rollout.of_trajectories}, "
         f"only {last.trajectories} of {last.of} trajectories still run"
