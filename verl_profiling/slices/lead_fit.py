@@ -42,7 +42,7 @@ class Runs(NamedTuple):
     """Runs of a stage in one process, as columns.
 
     Attributes:
-        seconds: Time of each run without waits.
+        seconds: Time of each run (s), without known waits for other ranks.
         tokens: Number of tokens in each run.
         squares: Sum of the squared sequence lengths in each run; 0 if unknown.
     """

@@ -140,7 +140,9 @@ def _of_host(events: LaneEvents, lane: Lane, rows: Rows, launches: _Launches) ->
 
 
 def _note_no_work(events: LaneEvents) -> None:
-    """Note that no operator ran if the traces are whole; for example, a front end runs none."""
+    """Add a note that the process ran no operator, as the front end of an engine. If the traces are
+    damaged or have no event, add a problem instead.
+    """
     traces = events.traces
     categories = {category[:LONGEST_NAME] or "no category" for category in events.categories}
     if "Trace" in categories and categories <= _MARKS:

@@ -57,7 +57,7 @@ _CALL_NUMBER = re.compile(r"_*_(\d+)_\d+_\d+$")
 
 
 class LaneJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The inputs of a process that reads the traces of one lane.
+    """The inputs for reading the traces of one lane, which may happen in another process.
 
     Attributes:
         sources: The traces.
@@ -203,7 +203,7 @@ class LaneEvents:
         self.traces.notes += [f"{name}: {note}" for note in trace.notes()]
 
     def _add_devices(self, trace: Trace) -> None:
-        """Add the devices in the header and in the labels of a trace that was read."""
+        """Add the devices that a trace names in its header and its ``process_labels`` events."""
         for (what, pid, _), label in self._said.items():
             if what == "process_labels":
                 self._labels.setdefault(pid, label)

@@ -54,7 +54,7 @@ class Lane:
         observed: Time in which the lane is observed (see :mod:`~verl_profiling.slices.observed`).
         unseen: Time in the lane's stages (of an engine: in a rollout) that was not observed, so the
             lane may have worked.
-        device: The device, if known.
+        device: The device as in the manifest, with kind, number and UUID, if known.
         waiting: Spans in which a collective only waited for other ranks; set when the report is
             computed.
         idle: Idle time by cause; set when the report is computed.
@@ -135,7 +135,7 @@ class Step:
         self.lanes: list[Lane] = []
 
     def add(self, lane: Lane) -> None:
-        """Add a lane, with its stages and its device from the manifest."""
+        """Add a lane, with its stages, pauses and device from the manifest."""
         self.lanes.append(lane)
         if self.manifest is None:
             self.whole = union(self.whole, lane.observed)

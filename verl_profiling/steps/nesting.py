@@ -64,11 +64,11 @@ def read_logs(inputs: StepInputs) -> Iterator[tuple[Source, TrajectoryLog | None
 
 
 def linked_log(source: Source, limits: Limits, statuses: LaterStatuses) -> TrajectoryLog:
-    """Read one trajectory log; sort parents before children, and drop links between trajectories.
+    """Read one trajectory log, with spans sorted so that parents precede their children.
 
-    A span without a recorded trajectory becomes a span outside trajectories. Unrecorded parents are
-    left out. Spans below the deepest level (``MOST_NESTED``) are children of the span above that
-    level.
+    A span without a recorded trajectory becomes a span outside trajectories. A span whose parent is
+    not recorded, or belongs to another trajectory, has no parent. A span below the deepest level
+    (``MOST_NESTED``) gets a parent one level higher.
 
     Raises:
         TraceFormatError: The file is not a trajectory log, or cannot be read.

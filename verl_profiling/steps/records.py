@@ -272,7 +272,7 @@ class Records:
         return owners
 
     def _open_around(self, span: int, begin: int, end: int) -> int:
-        """Return the innermost of a span and the spans around it that is open at ``begin``.
+        """Return, of a span and the spans around it, the innermost that is open at ``begin``.
 
         The ``reach`` of these spans is extended to ``end``.
         """

@@ -116,12 +116,12 @@ class KeyTable:
         return _numbered((key.pid, key.tid) for key in self.keys)[keys]
 
     def names(self, keys: Keys) -> Keys:
-        """Return the name of each event, as a number."""
+        """Return the number of each event's name; equal names have equal numbers."""
         return _numbered(key.name for key in self.keys)[keys]
 
 
 def _numbered(values: Iterable[object]) -> Keys:
-    """Return a number for each value, the same for equal ones."""
+    """Return a number for each value; equal values have equal numbers."""
     numbers = defaultdict[object, int](count().__next__)
     return np.array([numbers[value] for value in values], np.int32)
 

@@ -141,7 +141,7 @@ TIMELINE_NAME = "timeline.json.gz"
 TIMELINE_MARK = "verlProfilingTimeline"
 """Top-level JSON key of merged timelines, which traces do not have."""
 
-_LABEL = 80
+_LABEL = 80  # characters
 
 
 class StepInputs(msgspec.Struct, kw_only=True):
@@ -269,8 +269,8 @@ def one_by_one(inputs: StepInputs) -> list[StepInputs]:
     """Split the inputs of a capture of several steps by step; inputs of a single step are returned
     unchanged.
 
-    A stage that crosses the end of a step is split. A request belongs to the step in which it
-    begins. Work between two steps, such as validation, belongs to neither.
+    A stage that crosses the end of a step is split. A request belongs to the step in which it ends.
+    Work between two steps, such as validation, belongs to neither.
     """
     manifest = inputs.manifest
     if manifest is None or len(manifest.step_spans) < 2 or not _in_order(manifest.step_spans):
@@ -334,7 +334,7 @@ class _Window(NamedTuple):
         return parts
 
     def part_of(self, worker: CaptureResult, step: int) -> CaptureResult:
-        """Return the part of a worker's result in the step."""
+        """Return the part of a worker's result in the step, e.g. the requests that ended in it."""
         ended = [r for r in worker.requests if self.begin_ns < r.end_ns <= self.end_ns]
         return msgspec.structs.replace(
             worker,
