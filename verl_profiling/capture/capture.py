@@ -70,7 +70,7 @@ class Capture:
     Args:
         request: The callback's request.
         role: The worker's settings.
-        identity: The worker.
+        identity: Role, rank and process of the worker.
         background: Compresses and uploads artifacts.
         done: Called with each artifact after its stage, and when it is finished in the background.
         log: Receives the stages.

@@ -32,7 +32,7 @@ from verl_profiling.units import visible
 
 logger = logging.getLogger(__name__)
 
-_LOGS = "after"
+_LOGS = "after"  # the folder of the hooks' output, in the run's folder
 _LOOK_AGAIN_S = 0.25  # each look reads the manifest
 _GRACE_S = 5.0  # from SIGTERM to SIGKILL, for a command that handles SIGTERM
 
@@ -101,7 +101,7 @@ def finish(
     Args:
         output: Output of the tool.
         background: Thread for the work.
-        request: The capture.
+        request: The request of the capture, with its step folder and upload target.
         done: Called with the artifact's final status, if there is work.
         complete: Adds fields that the tool does not know, e.g. begin and end of the recording.
     """
@@ -170,10 +170,10 @@ class AfterHooks:
         self._last: dict[str, Callable[[], None]] = {}
 
     def begun(self, request: CaptureStart, who: WorkerIdentity, *, recorded: bool = True) -> None:
-        """Note that a capture has begun, and prepare the process's after hooks for its end.
+        """Note that a capture has begun, and prepare the process's ``after`` hooks for its end.
 
         Args:
-            request: The capture; a warm-up has no hooks.
+            request: The request of the capture; a warm-up has no hooks.
             who: The process, in one of its roles.
             recorded: Whether the process takes part in the capture.
         """
@@ -274,7 +274,7 @@ def _outcome(hook: AfterHook, values: Mapping[str, object], log: Path) -> str:
     """Run the command of a hook; return a description of its failure, or ``""`` after success.
 
     Args:
-        hook: The hook.
+        hook: Settings of the hook.
         values: Values of environment variables, by name without ``VERL_PROFILING_``.
         log: File for the command's output.
     """

@@ -117,9 +117,9 @@ def result_of(
     """Return a result with the capture id, step, mode and tools of a request and its settings.
 
     Args:
-        request: The capture.
+        request: The request of the capture.
         role: The worker's settings.
-        identity: The worker.
+        identity: Role, rank and process of the worker.
         **fields: Further fields of the result, e.g. roles and tools other than those of the
             request.
     """

@@ -71,7 +71,7 @@ class Slot:
 
         Args:
             capture_id: The capture to stop; ``None`` for any.
-            identity: The worker.
+            identity: Role, rank and process of the worker.
             open_now: The open capture, if there is one.
         """
         if self.file.holds(capture_id):

@@ -57,7 +57,7 @@ class Stage:
     ``contextlib.nullcontext()``.
 
     Args:
-        source: Owner of the stage.
+        source: Owner of the stage; its ``sink`` receives begin and end.
         name: Name of the stage.
 
     Raises:

@@ -305,13 +305,12 @@ class ProfilingCallback(_Callback[None]):
     """Profiles a training loop that runs outside of an event loop.
 
     ``with ProfilingCallback(config) as profiling:`` around the loop calls :meth:`on_train_begin`
-    and
-    :meth:`on_train_end`, and :meth:`on_exception` if the loop raises. The loop's exception
+    and :meth:`on_train_end`, and :meth:`on_exception` if the loop raises. The loop's exception
     propagates unchanged. After the end of the ``with`` block, the same callback may be entered
     again.
 
     Args:
-        config: The settings.
+        config: The settings: a ``ProfilingConfig``, a dict, or an OmegaConf ``DictConfig``.
         blocks_event_loop: Allow hooks on a thread with a running event loop, although hooks block.
             For loops called by a coroutine.
     """

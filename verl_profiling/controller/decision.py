@@ -67,7 +67,7 @@ class PersonRequests:
     SIGUSR2 is handled if this is the main thread and the signal has no other handler.
 
     Args:
-        schedule: The settings' schedule.
+        schedule: The settings ``schedule``.
         check: Raises ``ConfigError`` for a selection that this job cannot capture.
         on_signal: Handler of SIGUSR2; by default, the signal requests a capture of the next step.
     """
@@ -127,7 +127,7 @@ class PersonRequests:
         """Return the capture of the first request that is due in a step, or ``None``.
 
         Args:
-            step: The step.
+            step: Number of the step.
             scheduled: Whether the schedule captures the step anyway; the request then joins the
                 scheduled capture.
         """
@@ -317,12 +317,12 @@ class Decisions:
     """Decides at the begin of each step whether the step is captured.
 
     Args:
-        config: The settings.
-        roster: The workers.
+        config: The callback's settings.
+        roster: The callback's workers.
         watch: The watch; ``None`` if it is switched off, and then no capture can be requested.
 
     Attributes:
-        ranks: The ranks of the loop, if it has several.
+        ranks: The connection to the other ranks of the loop, if it has several.
         complete: Whether the setup before the first step is done.
     """
 
@@ -412,7 +412,7 @@ class Decisions:
         """Return the capture that begins with a step, or ``None``.
 
         Args:
-            step: The step.
+            step: Number of the step.
             goes_on: Whether an open capture also covers this step, so that no other capture begins.
         """
         if self._anomalies is not None:

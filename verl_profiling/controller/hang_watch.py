@@ -142,9 +142,9 @@ class HangWatch:
         """Ask all processes whether something progresses; else the step hangs, and is logged.
 
         Args:
-            step: The step.
-            stage: The stage that is open in the loop.
-            usual_s: Its usual duration (s), if it is known.
+            step: Summary of the open step.
+            stage: The stage that is open in the loop; empty for none.
+            usual_s: Usual duration (s) of the stage or else of a step, if it is known.
             limit_s: Time (s) without progress after which the step hangs.
         """
         everyone = self._ask()

@@ -38,7 +38,7 @@ class RankSummaries:
     The messages of a rank are numbered. A message without summaries reports the end of training.
 
     Args:
-        ranks: The ranks.
+        ranks: The connection to the other ranks.
         most: The largest number of steps to keep per rank.
 
     Attributes:
@@ -102,7 +102,7 @@ class RankSummaries:
         arrives.
 
         Args:
-            steps: The steps.
+            steps: This rank's summaries of the same steps.
             left_s: Returns the remaining seconds to wait.
         """
         begun_s = time.monotonic()

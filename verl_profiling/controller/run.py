@@ -274,7 +274,7 @@ class Run:
         """Make the folder of a step in the background, and wait for it.
 
         Args:
-            step: The step.
+            step: Number of the step.
             keep: ``False`` for a warm-up, for which no folder is made.
             shared: Whether another rank may have made the folder already.
             notes: Gets a note on refused steps when the limits leave room again.
@@ -435,9 +435,9 @@ def is_pending(folder: Path, upload: Upload | None) -> bool:
     """Return whether a process may still write into a step folder.
 
     Args:
-        folder: The folder.
-        upload: The upload target of a staging folder; the last upload of a process is its result
-            file.
+        folder: The step folder.
+        upload: The upload target, if the step folder only stages files; a process uploads its
+            result file last.
     """
     try:
         manifest = read_manifest(folder)

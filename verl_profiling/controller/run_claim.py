@@ -57,9 +57,9 @@ class RunPlace(msgspec.Struct, frozen=True):
     """The folder of a run, and its upload target.
 
     Attributes:
-        path: The folder for files on each host.
+        path: Path of the folder, the same on every host.
         run_id: Name of the run.
-        token: Random id, unique even among runs of the same name.
+        token: Random id, unique even among runs of the same name; capture ids begin with it.
         url: The upload target of files, if ``path`` only stages them.
         retry_s: Seconds for which a failed upload is retried.
         clock_domain: Clock domain of the process that claimed the folder.

@@ -51,7 +51,7 @@ class Ranks:
         store: The default store of ``torch.distributed``.
 
     Attributes:
-        processes: On rank 0, the processes of the other registered ranks.
+        processes: On rank 0, the processes of the other ranks that have connected, by rank.
         clock: The offset of this host's clock to rank 0's; ``None`` unless this rank measured it.
         place: The run's folder as published by rank 0; ``None`` before.
         ended: Set when training ends.
@@ -285,9 +285,9 @@ def measured_clock(
 
 
 def place_of(config: ProfilingConfig, targets: list[Target]) -> tuple[int, int]:
-    """Return rank and number of the callbacks that make common captures; ``(0, 1)`` for a single
-    callback.
+    """Return this process's rank, and the number of ranks whose callbacks make common captures.
 
+    A callback that captures on its own is ``(0, 1)``.
     The ranks of a job make common captures if all workers are local objects. A callback with Ray
     actors or worker groups is on its own, unless ``spmd`` is true.
     """

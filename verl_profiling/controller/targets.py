@@ -122,7 +122,7 @@ class Call:
 
 
 class Postponed(Future[Any]):
-    """The future of a coroutine function that :func:`wait_for` calls on its own thread.
+    """The future of a coroutine whose event loop does not run now: :func:`wait_for` runs it.
 
     Args:
         function: The coroutine function.

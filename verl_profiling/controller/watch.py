@@ -68,13 +68,13 @@ class Watch:
     """Follows the loop, and summarizes every step.
 
     Args:
-        options: The settings.
-        roster: The workers.
+        options: The settings ``watch``.
+        roster: The callback's workers.
         timeout_s: Seconds for which a step's summary waits for replies of workers.
 
     Attributes:
-        options: The settings.
-        roster: The workers.
+        options: The settings ``watch``.
+        roster: The callback's workers.
         who: The loop's process, as step summaries name it.
         sums: The stages of the loop's process, in every step.
         summaries: The summaries of the last steps.
@@ -116,7 +116,7 @@ class Watch:
         lane.
 
         Args:
-            ranks: The ranks.
+            ranks: The connection to the other ranks.
             own: This rank's identity in manifests.
         """
         self._ranks = RankSummaries(ranks, self.options.steps) if self.options.every else None
@@ -293,9 +293,9 @@ def judge(summaries: Sequence[StepSummary], has_workers: bool, roles: Collection
     All steps have the same processes.
 
     Args:
-        summaries: The steps.
+        summaries: Summaries of the steps.
         has_workers: Whether the loop calls workers.
-        roles: Their roles, as far as they are known.
+        roles: Roles of these workers, as far as they are known.
     """
     is_silent = not {use.role for use in summaries[0].workers}.issuperset(roles)
     slices = StepSlices(summaries)
@@ -334,7 +334,7 @@ class WatchedWorkers:
         """Read all workers into the steps; log late workers once, and leave them out.
 
         Args:
-            steps: The steps.
+            steps: Summaries of the steps, which get the workers' stages.
             collectives: Whether the collectives that the workers entered are requested, too.
             left_s: Returns the remaining seconds to wait for replies.
         """

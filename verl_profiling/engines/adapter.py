@@ -41,18 +41,18 @@ class EngineAdapter(ABC):
     process, which the session records: an adapter of such engines has no instances.
 
     Args:
-        engine: The engine.
+        engine: The engine, e.g. vLLM's ``AsyncLLM``.
         config: All settings.
-        identity: The replica.
+        identity: Role, rank and host of the replica.
         tool: The tool that records the engine.
 
     Attributes:
         name: Name of the engine.
         profilers: The profilers of the engine by ``Tool.engine_profiler``, each with the allowed
-            values of restricted options.
-        identity: The replica.
+            values of restricted options, e.g. ``{"torch": {"memory": (False,)}}``.
+        identity: Role, rank and host of the replica.
         tool: The tool that records the engine.
-        window: The part of a rollout to record.
+        window: The part of a rollout to record (``rollout.start``, ``rollout.count``).
         spool: Folder into which the engine writes its traces of all steps.
         ranks: Number of ranks that write a trace.
         device: Device type of the engine in torch, e.g. ``cuda``.

@@ -41,7 +41,7 @@ from verl_profiling.tools.base import EngineRanges, Output
 
 logger = logging.getLogger(__name__)
 
-_SHARE_OF_TIMEOUT = 0.9
+_SHARE_OF_TIMEOUT = 0.9  # of a timeout of the callback, so that the reply is in time
 _RECORD_LESS = "record less: rollout.count, rollout.max_window_s, tools.torch.stack=false"
 _LOOK_EVERY_S = 0.5
 _DYING_S = 3.0  # an engine whose worker has died raises some error first, and ends later
@@ -53,7 +53,7 @@ class EngineRecorder:
 
     Args:
         engine: The engine's adapter.
-        identity: The replica.
+        identity: Role, rank and host of the replica.
         config: All settings.
         requests: The request log of the replica.
         devices: The engine's devices in order of rank; empty if unknown.
@@ -267,13 +267,13 @@ class Window(ABC):
 
     Args:
         file: Result file of the capture.
-        role: The replica's settings.
-        engine: The engine.
-        identity: The replica.
+        role: Settings of the replica's role.
+        engine: The engine's adapter.
+        identity: Role, rank and host of the replica.
         ranks: The ranks inside the replica that are selected.
 
     Attributes:
-        request: The capture.
+        request: The request of the capture.
         expected: The expected artifacts.
         end_ns: Time of the end of recording (ns); 0 before.
         timer: Ends recording after ``rollout.max_window_s``.

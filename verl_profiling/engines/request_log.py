@@ -63,7 +63,7 @@ class RequestLog:
 
         Args:
             replica: Index of the replica.
-            enable: ``rollout.requests``.
+            enable: The setting ``rollout.requests``.
         """
         self.replica = replica
         self.enabled = enable
@@ -176,7 +176,7 @@ class RequestLog:
         return request
 
     def count(self, request: OpenRequest, end_ns: int, failed: bool) -> None:
-        """Count a sequence that has ended."""
+        """Count a response that has ended, for the watch; its request no longer runs."""
         self._open.discard(request)
         if self.busy is not None:
             self.busy.sums.spans.add(self.busy.name, request.begin_ns, end_ns, failed)

@@ -66,7 +66,7 @@ class SGLangAdapter(EngineAdapter):
     Args:
         engine: An ``Engine``, an object with a ``tokenizer_manager``, or a server's URL.
         config: All settings.
-        identity: The replica.
+        identity: Role, rank and host of the replica.
         tool: The tool that records the engine.
 
     Raises:
@@ -189,10 +189,9 @@ class SGLangAdapter(EngineAdapter):
         return ((dp if self._dp > 1 else 0) * self._pp + pp) * self._tp + tp
 
     async def _disarm(self) -> None:
-        """Cancel a window that has not begun, because it could begin later, e.g. in another
-        capture.
+        """Cancel a requested recording that has not begun: it could begin in a later capture.
 
-        SGLang clears a window only when a recording stops, so an empty recording is made and
+        SGLang forgets such a request only when a recording stops, so an empty recording is made and
         discarded. It replaces one that runs.
         """
         await self._calls.start(
@@ -333,8 +332,9 @@ async def _refuse_second_start(*_: Any, **__: Any) -> None:
 
 
 class HTTPCalls:
-    """Calls an SGLang server that shares this file system; it has the attributes of
-    :class:`ManagerCalls`.
+    """Calls an SGLang server by its URL, with the methods and attributes of :class:`ManagerCalls`.
+
+    The server has to share this host's file system, to which it writes its traces.
 
     Args:
         url: URL of the server, e.g. ``http://127.0.0.1:30000``.

@@ -12,7 +12,7 @@ from verl_profiling.identity import WorkerIdentity
 
 
 class TransformersAdapter(EngineAdapter):
-    """Logs the requests of a model; there are no processes of its own to record."""
+    """Logs the requests of a model, which computes in this process; the session records it."""
 
     name = "transformers"
 

@@ -151,10 +151,10 @@ def profiler_variables(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _recording_window(rollout: RolloutOptions, tool: Tool) -> RolloutOptions:
-    """Return the part of a rollout to record.
+    """Return the part of a rollout to record, with a limit on iterations if stacks are recorded.
 
     Raises:
-        ConfigError: vLLM cannot record the window.
+        ConfigError: A part is set, and this vLLM cannot count iterations.
     """
     engine, newer = f"vLLM {_version()}", "vllm>=0.12"
     counts = "max_iterations" in _known_options()
@@ -183,7 +183,7 @@ class VLLMAdapter(EngineAdapter):
     Args:
         engine: An ``AsyncLLM`` or an ``LLM`` that was started with :meth:`engine_args`.
         config: All settings.
-        identity: The replica.
+        identity: Role, rank and host of the replica.
         tool: The tool that records the engine.
 
     Raises:
@@ -288,7 +288,7 @@ class VLLMAdapter(EngineAdapter):
 
     @property
     def _engine(self) -> Any:
-        """The engine.
+        """The engine, to which this adapter has a weak reference.
 
         Raises:
             CaptureStateError: The program has deleted it.

@@ -141,7 +141,7 @@ class CaptureMixin:
 
 
 class FSDPCaptureMixin(CaptureMixin):
-    """A :class:`CaptureMixin` that reads rank and coordinates from torch's groups and meshes."""
+    """A :class:`CaptureMixin` that reads rank and coordinates from process group and mesh."""
 
     def init_capture(  # type: ignore[override]
         self,

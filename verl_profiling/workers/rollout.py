@@ -230,7 +230,7 @@ class SessionRecorder:
 
     Args:
         config: All settings.
-        identity: The replica.
+        identity: Role, rank and host of the replica.
         requests: The log of the replica's requests.
         elsewhere: Name of the engine if it computes in other, unrecorded processes; else empty.
         lost: Sentence on what is not recorded of the engine.
@@ -292,7 +292,7 @@ def make_recorder(
             ``tokenizer_manager``, the URL of an SGLang server, a transformers model, or any other
             engine in this process whose server logs its requests.
         config: All settings.
-        identity: The replica.
+        identity: Role, rank and host of the replica.
         rank: The replica's first global accelerator rank, or ``None`` to number replicas of
             equal size one after another.
         requests: The log that the server writes; ``None`` to log requests by wrapping the engine.
