@@ -85,7 +85,11 @@ def open_step(
 
 
 def only_step(steps: Sequence[CapturedStep], path: str | os.PathLike[str]) -> CapturedStep:
-    """Return the only step found under a path.
+    """Return the step, if only one was found under a path.
+
+    Args:
+        steps: The steps that were found.
+        path: The path, for the error.
 
     Raises:
         ConfigError: There are several steps.
@@ -182,7 +186,7 @@ def saved_report(path: str | os.PathLike[str]) -> Report | None:
     file = Path(path)
     if not (file.is_file() and file.name.startswith("report") and file.suffix == ".json"):
         return None
-    from verl_profiling.report.html import NotebookReport  # merge and check need no report
+    from verl_profiling.report.html import NotebookReport  # merge and check load no report code
 
     try:
         return msgspec.json.decode(read_small(file.resolve()), type=NotebookReport)

@@ -43,7 +43,7 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 _MOST_NAMED = 10
-# of one call: a loop has hundreds, and 300,000 held up a hook for half a minute
+# Metrics that are read from one call: loops have hundreds, and 300,000 delayed a step by 30 s.
 _MOST_METRICS = 10_000
 MANIFEST_NAME = "manifest.json"
 RUN_NAME = "run.json"
@@ -158,7 +158,7 @@ class StepSpan(msgspec.Struct, frozen=True, kw_only=True):
         step: Number of the step.
         begin_ns: Time at which ``on_step_begin`` returned to the loop.
         end_ns: Time at which the loop called ``on_step_end``, or the capture ended.
-        policy_version: Version of the weights, if the loop reports one.
+        policy_version: Version of the policy's weights, if the loop reports it.
         metrics: Metrics that the loop passed for this step.
     """
 
@@ -176,8 +176,9 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
         path: Path relative to the step folder.
         lane: Lane of the artifact in the timeline, e.g. ``actor_rank0`` or ``rollout0_rank1``.
         tool: Name of the tool.
-        status: Status. ``pending``: the file was still being compressed or uploaded in the
-            background when the manifest was written. A file at ``path`` is complete.
+        status: ``ok``, or what is wrong, e.g. ``truncated``. ``pending``: the file was still being
+            compressed or uploaded in the background when the manifest was written. A file at
+            ``path`` is complete.
         stage: Recorded stage, in discrete mode; ``None`` in e2e mode.
         occurrence: 1 for the first time that the stage ran in the step, 2 for the second, ...
         begin_ns: Begin of the recording.
@@ -457,7 +458,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         step: First captured step, with whose number the folder is named.
         steps: All captured steps (several in a continuous capture).
         step_spans: Begin and end of each step, in order.
-        policy_version: Version of the weights, if the loop reports one.
+        policy_version: Version of the policy's weights, if the loop reports it.
         begin_ns: Time at which ``on_step_begin`` returned to the loop, on the controller's clock.
         end_ns: Time at which the loop called ``on_step_end``. The calls that start and stop the
             capture are not part of the step.
@@ -601,8 +602,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def worst_status(artifacts: Iterable[Artifact]) -> tuple[CaptureStatus, str]:
-    """Return the status of a capture with these artifacts,
-    and the reason for any status but ``ok``.
+    """Return the worst status of these artifacts as that of their capture, and its reason; the
+    reason of ``ok`` is empty.
     """
     artifacts = list(artifacts)
     worst: tuple[tuple[ArtifactStatus, CaptureStatus], ...] = (

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
 _BATCH = 512
-_LONGEST_BODY = 1 << 16  # of an answer, which holds two fields
+_LONGEST_BODY = 1 << 16  # bytes that are read of an answer, whose message has two fields
 _LONGEST_WORDS = 200
 _OF_REQUEST = ("prompt_tokens", "response_tokens", "cached_tokens", "replica", "policy_version")
 _GENERATE, _FAILED = "generate", "_OTHER"
@@ -61,7 +61,7 @@ class _Span:
         name: Name of the span.
         begin_ns: Begin of the span (unix ns).
         end_ns: End of the span (unix ns).
-        facts: Attributes of the span; ``None`` for none.
+        facts: Attributes of the span; those with the value ``None`` are not sent.
         error: The error of a failed span.
         link: Key of a linked span; empty for none.
     """

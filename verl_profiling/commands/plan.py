@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> bool:
     config = load_config(arguments.config)
     plan = plan_of(config, arguments.steps)
     show(arguments, plan, _lines(plan, arguments.steps))
-    # without listed steps, captures can be requested
+    # An empty list of steps is no mistake: captures can be requested with trigger.
     has_steps = bool(plan.captures) or config.schedule.steps == ()
     return has_steps and any(role.enable for role in plan.roles)
 

@@ -95,7 +95,7 @@ class LiveRun:
         run: The run's folder.
     """
 
-    # a file that fails once, as on a busy share, is read again for the next view
+    # Whether the next read may fail: on a busy network share, one read fails now and then.
     _may_fail = False
 
     def __init__(self, run: Path) -> None:

@@ -64,8 +64,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> bool:
-    """Send a capture request, and print whether it is accepted,
-    if this is known before the timeout; return whether the answer is as good as was waited for.
+    """Send a capture request, and print whether it is accepted, if this is known before the
+    timeout.
+
+    Return whether it is accepted; without ``--wait``, an open request is well, too.
     """
     job = find_job(arguments.run)
     request = job.ask(_selection(arguments), arguments.steps)
@@ -161,7 +163,7 @@ class Job:
         deadline = time.monotonic() + seconds
         pause_s = _PAUSE_S if isinstance(self.folder, LocalFolder) else _URL_PAUSE_S
         while True:
-            # before the answer: a job may answer and end
+            # Read before the answer, because a job may answer and then end.
             over = (_run_in(self.folder) or self.info).over
             answer = self._answer(request)
             if answer[0] != PENDING:
@@ -172,7 +174,7 @@ class Job:
             if left_s <= 0:
                 return answer
             time.sleep(min(pause_s, left_s))
-        if answer[0] == ACCEPTED:  # its file is gone, and a refusal is written later
+        if answer[0] == ACCEPTED:  # the request's file is gone; a refusal may still be written
             time.sleep(pause_s)
             answer = self._answer(request)
         return answer

@@ -97,7 +97,7 @@ def _predictions(work: StepByStep, changes: Mapping[str, Any]) -> list[tuple[str
             title = step.inputs.title
             with work.surviving():
                 try:
-                    # Another object, whose graph goes at once.
+                    # A new object for the step, so that its graph is freed at once.
                     prediction = CapturedStep(step.inputs).what_if(**changes, on_progress=advance)
                     predictions.append((title, prediction))
                 except ConfigError as error:  # the frames of its traceback have the graph

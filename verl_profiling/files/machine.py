@@ -188,7 +188,7 @@ def used_devices() -> list[Device]:
                     device = _device(kind, index, id)
                     found.append(msgspec.structs.replace(device, uuid=_uuid(uuid) or device.uuid))
             break
-    except Exception as error:  # of a driver or a device, whose state nobody here has caused
+    except Exception as error:  # drivers and devices fail in ways that are not ours to report
         logger.debug("the devices of this process are unknown: %s: %s", type(error).__name__, error)
         return []
     return found

@@ -31,7 +31,7 @@ SMALL_BYTES = 64 << 20
 
 _PART = ".part"
 _OLD_S = 24 * 3600
-# Not blocking, as the open of a pipe would wait for a writer.
+# O_NONBLOCK, as opening a pipe would wait for a writer.
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK
 _PLAIN_WORDS = {errno.ELOOP: "is a link", errno.ENOTDIR: "it or its folder is a link, or no folder"}

@@ -258,10 +258,10 @@ def _on_disk(folder: Path, worker: CaptureResult, artifact: Artifact) -> Artifac
     with suppress(TraceFormatError):
         path = written_file(folder, artifact.path)
     if artifact.where:
-        if artifact.reason or path is None:  # with a reason, it was not uploaded
+        if artifact.reason or path is None:  # a file with a reason was not uploaded
             return artifact
         artifact = msgspec.structs.replace(artifact, where="")  # it has been fetched
-    # with a reason, a command collects it
+    # A pending artifact with a reason waits for a command, such as collect.
     waits = artifact.status == "pending" and not artifact.reason
     if not waits or not _is_over(folder, worker):
         return artifact
@@ -303,7 +303,7 @@ def recorded_folder(where: str, name: str, worker: str, capture_id: str) -> Path
         where: ``host:path`` of the file.
         name: Path of the file relative to the step folder.
         worker: Name of the worker that recorded the file.
-        capture_id: The capture.
+        capture_id: Id of the capture that recorded the file.
 
     Raises:
         TraceFormatError: This run did not record the file here.
@@ -358,7 +358,7 @@ class EventFile:
 
         Args:
             step: Step of the point.
-            scalars: Numbers by tag.
+            scalars: Numbers by tag, the name of the curve.
 
         Raises:
             OSError: The disk is full.

@@ -168,8 +168,8 @@ class Idle(msgspec.Struct, frozen=True):
 
     Attributes:
         share: Idle time as a share of the step.
-        cause: The stage of the loop or of other roles with most of the idle time; empty for none.
-            For the rollout, also :data:`TRAINING` or :data:`NO_REQUESTS`.
+        cause: The stage of the loop or of other roles that ran for most of the idle time; empty if
+            no stage did. For the rollout, also :data:`TRAINING` or :data:`NO_REQUESTS`.
         cause_share: The part of ``share`` in that stage.
     """
 
@@ -183,8 +183,9 @@ class Saving(msgspec.Struct, frozen=True):
 
     Attributes:
         stage: The stage.
-        change: ``half``: the stage in half of its time; ``even``: all its workers take the mean.
-        saves_ns: The saving (ns).
+        change: ``half``: the stage takes half of its time; ``even``: each of its workers takes the
+            mean time of all.
+        saves_ns: Time by which the step would be shorter (ns).
     """
 
     stage: str
@@ -219,7 +220,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         step: Number of the step.
         begin_ns: Begin of the step, on the clock of the loop's process.
         end_ns: End of the step; 0 before.
-        policy_version: Version of the weights, if the loop reports one.
+        policy_version: Version of the policy's weights, if the loop reports it.
         loop: The processes that run the loop: the controller, or every rank of an SPMD loop.
         workers: The other processes, e.g. of workers, as far as they were read.
         exposed: Exposed times, in order of the stages.

@@ -150,8 +150,8 @@ class StatusChange(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     """A status of trajectories that was set after their end, e.g. ``filtered`` for a whole group.
 
     Attributes:
-        group: The group.
-        sample: The sample; ``None`` for all samples of the group.
+        group: Id of the group of trajectories.
+        sample: Id of the sample in the group; ``None`` for all samples.
         status: The new status.
         at_ns: Time at which the status was set.
     """

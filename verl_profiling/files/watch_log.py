@@ -39,7 +39,7 @@ def read_watch_log(run: Path) -> Sequence[StepSummary]:
     """
     sizes = []
     for part in (run / OLDER_WATCH_LOG, run / WATCH_LOG):
-        with suppress(OSError):  # missing; or links in a circle, of which the reader says more
+        with suppress(OSError):  # a missing file; of circular links, the reader below reports more
             sizes.append(part.lstat().st_size)
     return _lines(run, tuple(sizes))
 
@@ -78,8 +78,8 @@ class WatchLogReader:
             TraceFormatError: The log leads out of the run's folder, or cannot be read.
         """
         with reading(self._run / WATCH_LOG), ExitStack() as stack:
-            # The newer one first: rotated meanwhile, it is the older one, too, and no part is
-            # missed.
+            # The newer file is opened first. If it is rotated now, it is opened again as the older
+            # file, so no line is missed.
             parts: list[tuple[bytes, BinaryIO]] = []
             for name in (WATCH_LOG, OLDER_WATCH_LOG):
                 with suppress(FileNotFoundError):
@@ -97,7 +97,7 @@ class WatchLogReader:
         while line := part.readline(MAX_LINE):
             is_whole = line.endswith(b"\n")
             if not is_whole and len(line) < MAX_LINE:
-                return  # its end is still to come
+                return  # the line is not written to its end yet
             self._first, self._position = first, part.tell()
             is_first, within_a_line = not within_a_line, not is_whole
             if is_first and is_whole:

@@ -38,8 +38,8 @@ from verl_profiling.workers.processes import join_run
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
-_PAUSE_S = 1.0  # between two requests of one client, rather than between two rollouts
-_STEPS_IN_A_HANG = 3  # the watch takes three usual steps without a token for a hang
+_PAUSE_S = 1.0  # shorter pauses are between two requests of one client, not between two rollouts
+_STEPS_IN_A_HANG = 3  # the watch reports a hang after three usual steps without a token
 _EXIT_S = 5.0
 
 _started: WeakSet[Any] = WeakSet()
@@ -107,7 +107,7 @@ def start_recorder(place: str, engine: Any, batch_methods: Sequence[str] = ()) -
     """
     config = settings(place)
     taker = recorded(engine)
-    told_of = getattr(taker, "tokenizer_manager", taker)  # an Engine's requests come to both
+    told_of = getattr(taker, "tokenizer_manager", taker)  # SGLang's Engine passes requests to it
     if config is None or told_of in _started:
         return
     _started.add(told_of)

@@ -1,4 +1,7 @@
-"""Tools by name. A new tool needs one module in this folder and one line in ``TOOLS``."""
+"""The recording tools by their names in settings.
+
+A new tool needs one module in this folder and one line in ``TOOLS``.
+"""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class EngineRanges(Protocol):
         """Log the end of the open range; return its artifact.
 
         Args:
-            artifact: The artifact as expected.
+            artifact: The expected artifact, not written yet.
             run: The run's folder.
             keep: ``False`` for a warm-up, whose report is discarded.
         """
@@ -229,7 +229,7 @@ class Tool(ABC):
         Args:
             written: The file or folder in the engine's own folder.
             final: Path of the artifact.
-            expected: The artifact as expected.
+            expected: The expected artifact, not written yet.
             device: Device type of the engine in torch, e.g. ``cuda``.
 
         Raises:
@@ -272,7 +272,7 @@ def imported(module: str, tool: str, package: str = "'verl-profiling[train]'") -
     try:
         return import_module(module)
     except (ImportError, OSError, RuntimeError) as error:
-        # torch_npu without CANN raises the last two.
+        # Without CANN, importing torch_npu raises an OSError or a RuntimeError.
         cause = str(error).partition("\n")[0]
         raise ToolUnavailableError(
             f"tool {tool!r} needs {module} ({cause}); install it with: pip install {package}"
@@ -285,7 +285,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder, and its parent folder if that is then empty."""
+    """Remove a folder with its content, and its parent folder if that is empty then."""
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):  # something else is in it
         folder.parent.rmdir()

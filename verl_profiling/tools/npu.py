@@ -178,8 +178,8 @@ class NpuTool(Tool):
         return api.profile(
             activities=[getattr(api.ProfilerActivity, name.upper()) for name in options.activities],
             schedule=window and api.schedule(**asdict(window), repeat=1),
-            # torch_npu has one output folder per process, that of the handler made last. So each
-            # recording makes its handler just before it needs it.
+            # torch_npu writes all output of a process into the folder of the handler that was made
+            # last. So each recording makes a handler of its own just before its start.
             on_trace_ready=api.tensorboard_trace_handler(
                 str(folder), worker_name=lane, analyse_flag=False
             ),
@@ -246,7 +246,7 @@ def output_of_recording(recorded: Path, artifact: Artifact, options: NpuOptions)
 
     Args:
         recorded: The folder ``*_ascend_pt`` of torch_npu in the artifact's folder.
-        artifact: The artifact as expected.
+        artifact: The expected artifact, not finished yet.
         options: Options of the tool.
     """
     folder = recorded.parent
@@ -321,7 +321,7 @@ def _run_analysis(recorded: Path, options: NpuOptions) -> tuple[str, str]:
     The analysis has a process of its own, because it forks and changes the start method of
     processes.
     """
-    (recorded / _RESULTS / _DONE).unlink(missing_ok=True)  # of an analysis by the engine
+    (recorded / _RESULTS / _DONE).unlink(missing_ok=True)  # left by an engine's analysis
     command = [sys.executable, "-c", _ANALYSE, str(recorded), ",".join(options.export)]
     with subprocess.Popen(
         command,

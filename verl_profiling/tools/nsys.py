@@ -219,7 +219,7 @@ class Ranges:
         """Log the end of the open range, whose report Nsight Systems writes later.
 
         Args:
-            artifact: The artifact as expected.
+            artifact: The expected artifact, not written yet.
             run: The run's folder.
             keep: ``False`` for a warm-up, whose report is discarded.
 

@@ -29,7 +29,7 @@ CUDA = "cuda"
 """Type of the devices that torch records with CUPTI, or with its counterpart on ROCm."""
 
 _CHUNK_BYTES = 4 << 20
-_LEVEL = 1  # isal's, from 0 (fastest) to 3 (smallest)
+_LEVEL = 1  # of compression: isal has 0 (fastest) to 3 (smallest)
 _PHASE = b'"ph"'
 _SPAN = b'"ph": "X"'
 _OF_A_DEVICE = (b'"cat": "kernel"', b'"cat": "gpu_')
@@ -329,7 +329,7 @@ def output_of_trace(
     Args:
         written: The file under its temporary name: JSON, or compressed JSON that ends in ``.gz``.
         final: Path of the compressed artifact, ending in ``.json.gz``.
-        expected: The artifact as expected.
+        expected: The expected artifact, not finished yet.
         ranges: Names of user annotations that the profiler recorded as operators.
         device: Type of the used device, whose events must be in the trace; empty for none.
 

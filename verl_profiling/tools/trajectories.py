@@ -41,7 +41,7 @@ from verl_profiling.typed_values import Positive
 
 _LONGEST_TEXT = 200
 _MOST_FACTS = 50
-_LOOKED_THROUGH = 20_000  # spans
+_LOOKED_THROUGH = 20_000  # latest spans in which the innermost span of a task is searched
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,10 +65,10 @@ class LoopLag:
     """Measures the lag of a process's event loops until :meth:`end`.
 
     Attributes:
-        blocks: Times in which a loop was blocked, with the blocking task.
+        blocks: Periods in which a task blocked its event loop, with the task.
 
     Args:
-        span_of: Returns the number of the innermost open span of a task, or -1.
+        span_of: Function that returns the number of a task's innermost open span, or -1.
     """
 
     def __init__(self, span_of: Callable[[object], int]) -> None:
@@ -214,7 +214,7 @@ def _blocks(
     begin_ns, before_ns = due_ns, runs[0][0].held_ns
     for run, later in zip_longest(runs, runs[1:]):
         until_ns, after_ns = end_ns, held_ns
-        if later is not None:  # its first sample tells what ran before it
+        if later is not None:  # the times of its first sample are those before the sample
             until_ns, after_ns = later[0].at_ns, later[0].held_ns
         known_ns, against_ns = run[0].known_ns, before_ns + after_ns
         for sample in run[1:]:

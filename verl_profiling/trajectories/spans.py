@@ -49,6 +49,12 @@ class Span(msgspec.Struct, eq=False, gc=False):
         name: Name of the span.
         request: The engine's id of the awaited request; may be set while the span is open.
         facts: Named values that user code passes, e.g. ``turns``; see :meth:`add`.
+        parent: The span around this span, if any.
+        begin_ns: Begin of the span (unix ns); 0 before.
+        end_ns: End of the span (unix ns); 0 before.
+        thread: Python's id of the thread in which the span began.
+        loop: Measurement of the event loop in which the span began, if the loop's lag is measured.
+        task: The asyncio task in which the span began, until its end; ``None`` if unmeasured.
         status: ``failed``, ``cancelled`` or ``abandoned`` after an exception; else empty.
     """
 
@@ -136,6 +142,10 @@ class Trajectory(Span, gc=True):
     """One rollout of one prompt, from its dispatch to its response; made by :func:`trajectory`.
 
     Attributes:
+        group: Id that all samples of the prompt share.
+        sample: Index or id of this sample.
+        error: The exception that ended the trajectory, in one line; else empty.
+        running_loop: The event loop in which the trajectory began, if any.
         status: Outcome of the trajectory, by default ``done``; may be set, e.g. to ``aborted``.
     """
 
@@ -154,7 +164,7 @@ class Trajectory(Span, gc=True):
         said = self.status
         super().__exit__(kind, error, trace)
         if kind is not None and not said and self.status == FAILED:
-            # Lines of code, the error, and its notes.
+            # Lines of code (of a SyntaxError) are indented; then come the error and its notes.
             lines = traceback.format_exception_only(kind, error)
             self.error = next(line for line in lines if not line.startswith(" ")).strip()
 
@@ -218,9 +228,9 @@ def trajectory_status(group: object, status: str, sample: int | str | None = Non
     """Set the status of ended trajectories, e.g. of a group that dynamic sampling has filtered out.
 
     Args:
-        group: The group.
+        group: The id that was given to :func:`trajectory` as ``group``.
         status: ``filtered``, ``aborted``, ``abandoned``, or your own word.
-        sample: The sample; ``None`` for all samples of the group.
+        sample: The id of one sample; ``None`` for all samples of the group.
     """
     if _log is not None and len(_log.statuses) < _log.max_spans:
         _log.statuses.append(StatusChange(str(group), sample, status, clock.now_ns()))

@@ -214,7 +214,7 @@ def rollout_processes_of(self: Any) -> dict[str, list[Any]]:
 
 
 async def _as_sample(process: Callable[..., Any], self: Any, rollout_sample: Any) -> Any:
-    # the group of the sample's trajectories
+    # The sample's trajectories have the same group.
     with span("sample", group=f"uid_{getattr(rollout_sample, 'sample_id', '')}"):
         return await process(self, rollout_sample)
 

@@ -105,7 +105,7 @@ class Profiler:
             self._policy_version = getattr(self.trainer, "global_steps", self._policy_version)
 
     def _taking(self, update: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        with suppress(Exception):  # another kind of batch
+        with suppress(Exception):  # a batch of a type without these fields
             self._taken["samples"] = self._taken.get("samples", 0) + len(batch)
             tokens = sum(batch.meta_info["global_token_num"])
             self._taken["tokens"] = self._taken.get("tokens", 0) + tokens

@@ -346,7 +346,7 @@ def prepare(trainer: Any) -> None:
         ToolUnavailableError: A part cannot be recorded, and the settings are strict.
     """
     if hasattr(trainer, _ATTRIBUTE):
-        return  # the class that it inherits from has an ``__init__`` of its own
+        return  # prepared already: a base class has a hooked ``__init__``, too
     setattr(trainer, _ATTRIBUTE, None)
     problem = without_group(trainer.config)
     if problem:
