@@ -1,4 +1,4 @@
-"""The changes of a step that a user can ask for: their values, their words, and the step with them.
+"""The changes that a user can ask for with ``what-if``: their values, their options, their effect.
 
 A new change is a field of :class:`Changes`, with its check, its option and its assumption, and
 takes effect in :class:`Baseline`. ``CapturedStep.what_if`` and ``commands/what_if.py`` pass it;
@@ -318,7 +318,7 @@ def check_name(option: str, what: str, name: str, choices: Iterable[str]) -> Non
 
     Args:
         option: The option with the name.
-        what: Words for the named thing.
+        what: The named thing in words, such as ``stage 'rollout'``.
         name: The name.
         choices: Names that the step has.
     """
@@ -348,7 +348,10 @@ def _shares(graph: Graph, stage: str) -> dict[int, float]:
 
 
 def _phases(graph: Graph, of_workers: list[list[int]]) -> list[list[list[int]]]:
-    """Return the segments of workers between their collectives, if all have the same ones."""
+    """Divide the segments of workers at their collectives, if all workers have the same ones.
+
+    Each phase has the segments of each worker. Workers without common collectives have one phase.
+    """
     kinds = {tuple(graph.segments[at].kind for at in ats) for ats in of_workers}
     if len(kinds) == 1 and set(*kinds) == {WORK}:
         return [[[at] for at in phase] for phase in zip(*of_workers, strict=True)]
@@ -356,7 +359,9 @@ def _phases(graph: Graph, of_workers: list[list[int]]) -> list[list[list[int]]]:
 
 
 def _tails(replayed: Replay, percent: float) -> Iterable[tuple[int, set[int]]]:
-    """Yield each segment that waits for a rollout, and the trajectories or requests in its tail."""
+    """Yield each segment that waits for a rollout, with the trajectories or requests in its tail:
+    the last segments of those that end after ``percent`` of all.
+    """
     graph, rollouts = replayed.graph, defaultdict[tuple[object, ...], list[int]](list)
     for at in graph.tails:
         segment = graph.segments[at]

@@ -1,4 +1,4 @@
-"""Explains the difference of two runs: parts of A's steps are replaced by those of B, and replayed.
+"""Explains the difference of two runs, A and B: A's steps are replayed with the times of B.
 
 A part is an outermost stage, or one kind of the time of trajectories and requests. The time of
 responses is two parts: their lengths, and the time per token. Values of A become the values of B
@@ -197,8 +197,8 @@ def _owned(graph: Graph, kinds: Mapping[str, str]) -> dict[tuple[Any, ...], list
 
 
 def _replaced(units: Sequence[_Unit], others: Sequence[_Unit]) -> _Changes:
-    """Return the factor that makes each value the other value of the same rank;
-    0 without other values.
+    """Return for each unit the factor that gives it the value of the same rank in ``others``;
+    0 without others.
     """
     values, wanted = (np.array([unit.value for unit in side]) for side in (units, others or units))
     ranks = (values.argsort().argsort() + 0.5) / len(values)

@@ -77,7 +77,7 @@ def graph_of(content: Content) -> Graph:
 
 
 def _later(content: Content, runs: Iterable[Run]) -> Iterator[int]:
-    """Yield the begins of work that goes on after the step."""
+    """Yield the begin (ns) of each rollout, trajectory and request that goes on after the step."""
     for run in runs:
         if run.name == ROLLOUT and run.end_ns >= content.step.end_ns:
             yield run.begin_ns

@@ -1,4 +1,4 @@
-"""Divides the runs of a step into the segments of its graph."""
+"""Divides the runs of a step (stages, trajectories, requests) into the segments of its graph."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ class GraphBuilder:
         calls: The matched collectives.
         name_of: Function that returns the process of a lane.
         ranks: The ranks of an SPMD program, else the loop.
+
+    Attributes:
+        graph: The graph.
+        runs: The runs that were added.
+        joins: Pairs of a segment, and a run that has to end before it.
+        joined: Segment of each collective that was added, by index of the collective.
+        times: How often each process has run each stage so far.
+        calls: Begin, end (ns) and index of the collectives of each process.
     """
 
     def __init__(
@@ -205,7 +213,7 @@ class GraphBuilder:
         run.entry, run.exit = begun, last[-1]
 
     def _new(self, segment: Segment, before: int) -> int:
-        """Add a segment after another one; return its number."""
+        """Add a segment with a predecessor, unless that is -1; return the segment's index."""
         if before >= 0:
             segment.after.append(before)
         self.graph.segments.append(segment)
@@ -250,8 +258,8 @@ def _last_edge(run: Run, until_ns: int) -> int:
 def _waited_for(calls: Iterable[Calls], name_of: Callable[[Lane], str]) -> Iterator[_Waits]:
     """Yield the calls of collectives in which processes wait for each other.
 
-    Left out are calls beside computation on a device, calls that only launch, and calls that a rank
-    leaves before another one enters, by the clocks.
+    Left out are calls that overlap computation of the device, and host calls that only launch one.
+    If a rank leaves before another one enters, nobody waited, or the clocks are wrong: left out.
 
     Yields:
         The processes, the name, and begin and end (ns) in each process.

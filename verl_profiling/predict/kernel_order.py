@@ -55,8 +55,10 @@ _TURNS = "a thread that was idle follows the last call of another thread"
 
 
 class Event(NamedTuple):
-    """A call in a thread, or work on a stream; the row is the process or device,
-    and its thread or stream.
+    """A call in a thread, or work on a stream.
+
+    The row is the process and thread, or the device and stream. A call and the work that it
+    launches have the same correlation; -1 is none.
     """
 
     row: _Row
@@ -184,7 +186,7 @@ class TraceOrder:
             self.after[self._works[at]].append((self._instant(call.row, call.begin_ns), least_ns))
 
     def _follow_works(self) -> None:
-        """Let calls and streams wait for works."""
+        """Let calls that wait, and streams after ``StreamWaitEvent``, follow what they wait for."""
         pending = defaultdict[_Row, list[Event]](list)  # waits of streams before the next launch
         for call in self._content.calls:
             started = self._started.get(call.correlation, [])

@@ -1,4 +1,7 @@
-"""The runs of a step: stages, trajectories and requests, and which of them the loop waits for."""
+"""The runs of a step, and which of them the loop waits for.
+
+A run is one stage, one trajectory or one request.
+"""
 
 from __future__ import annotations
 
@@ -179,7 +182,7 @@ class LoopRuns:
         return of_workers
 
     def call(self, runs: Iterable[Run]) -> None:
-        """Let stages call the stages of workers, and wait for them.
+        """Let stages of the loop call the stages of workers, and wait for them.
 
         A worker's stage is called by the loop's stage of its name, else by the one around it.
         """
@@ -198,7 +201,7 @@ class LoopRuns:
                 self.loose.append(run)
 
     def roll_out(self, of_workers: Mapping[str, Sequence[Run]], runs: Iterable[Run]) -> None:
-        """Let stages wait for trajectories and requests."""
+        """Let stages, of the same worker else of the loop, wait for trajectories and requests."""
         rollouts = [*self._by_name.get(ROLLOUT, ()), *self._by_name.get(VALIDATE, ())]
         waiting = self._for_rollouts_without_a_stage()
         for run in runs:
@@ -228,7 +231,7 @@ class LoopRuns:
         return around or list(filter(run.ends_in, stages))
 
     def _around(self, run: Run) -> list[Run]:
-        """Return the stages around a run that have no stage of a worker with their name."""
+        """Return the loop's stages around a run that call no worker's stage of their own name."""
         return [stage for stage in self.stages if self._holds(stage, run) and not stage.called]
 
     def _is_beside(self, run: Run) -> bool:

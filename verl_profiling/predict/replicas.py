@@ -219,7 +219,7 @@ class _Simulation:
             heappush(self._events, (now_ns, True, number))
 
     def _end(self, at: int, now_ns: float) -> None:
-        """Begin the segments that waited for this one alone."""
+        """End a segment; begin those of which it was the last predecessor."""
         for follower in self._followers[at]:
             self._left[follower] -= 1
             if not self._left[follower]:

@@ -375,7 +375,7 @@ class Replay:
             self._begin(at, now_ns)
 
     def _acquire(self, name: str, now_ns: int) -> None:
-        """Give free slots of a queue to the first that wait."""
+        """Give free slots of a queue to the segments that wait longest in it."""
         free, waiting = self._free[name], self._waiting[name]
         while free and waiting:
             freed_by, at = free.popleft(), waiting.popleft()

@@ -2,7 +2,7 @@
 
 All ranks leave a collective together, so the durations of a stage with collectives do not show the
 late rank. torch records when each process entered each collective. The watch reads these records
-only while a slow stage has no leader.
+only while a slow stage shows no slowest process.
 
 Only collectives of gloo are read: NCCL's are enqueued by the host, whose times do not show a late
 GPU.

@@ -1,4 +1,4 @@
-"""Detects anomalies in step summaries: slow steps and stages, leading processes, growing memory.
+"""Detects anomalies in step summaries: slow steps and stages, slow processes, growing memory.
 
 Three tests: a duration against its own past, a process against its peers, and memory that grows
 step by step. The comparison with peers also finds processes that are slow from the first step.
@@ -183,12 +183,12 @@ class Detector:
         )
 
     def _leading(self, slow: Suspicion | None, summary: StepSummary) -> Suspicion | None:
-        """Return a suspicion if a process leads in a stage in five steps in a row, or in every
-        second one.
+        """Return a suspicion if a process leads in a stage: its peers keep waiting for it.
 
-        For a lead of three times the threshold, three steps in a row are enough. A larger lead is
-        detected again. Of several, the largest is detected first. Slow stages go before leads, and
-        their suspects count as detected.
+        It has to lead in five steps in a row, or in every second one of seven. For a lead of three
+        times the threshold, three steps in a row are enough. A larger lead is detected again. Of
+        several, the largest is detected first. Slow stages go before leads, and their suspects
+        count as detected.
         """
         least = self._options.leader
         if least is None:
@@ -309,7 +309,9 @@ def _has(use: RankUse, span: str) -> bool:
 
 
 def _slow_roles(summary: StepSummary, slow_s: Mapping[str, float]) -> int:
-    """Return how many roles are slow at once, 1 to 3; several may be a busy host.
+    """Return how many roles are slow at once, 1 to 3, by which their evidence is divided.
+
+    If several roles are slow, the host may just be busy.
 
     Args:
         summary: The step.
@@ -321,7 +323,7 @@ def _slow_roles(summary: StepSummary, slow_s: Mapping[str, float]) -> int:
 
 
 def _leads(summary: StepSummary) -> dict[tuple[str, str], float]:
-    """Return the leads of processes in stages as shares of the step, by stage and lane."""
+    """Return the leads of processes over their peers as shares of the step, by stage and lane."""
     return {
         (row.name, row.leader): min(row.lead_ns, row.exposed_ns) / max(summary.duration_ns, 1)
         for row in summary.exposed

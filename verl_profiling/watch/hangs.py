@@ -2,8 +2,8 @@
 of hang.
 
 A busy process answers no call. So each process has a thread, until training ends, that writes
-``hangs/<lane>.json`` while the file of the loop is there. Hooks do nothing for it: the thread reads
-what the watch keeps anyway.
+``hangs/<lane>.json`` while ``hangs/loop.json`` of the loop is there. Hooks do nothing for it: the
+thread reads what the watch keeps anyway.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class HangReporter:
 
 
 def in_background(function: Callable[[], None]) -> threading.Thread | None:
-    """Start a thread that never holds up the end of the process; at exit, there is none."""
+    """Start a daemon thread, which never delays the exit; ``None`` if the process exits."""
     thread = threading.Thread(target=function, name="verl-profiling-hangs", daemon=True)
     with suppress(RuntimeError):
         thread.start()

@@ -250,7 +250,7 @@ def _rounded(share: float) -> float:
 
 
 def _since(times: Floats, weight: Floats, cuts: Floats) -> Floats:
-    """Return for each cut the sum of weighted distances to earlier times."""
+    """Return for each cut the sum of the weighted distances to the ``times`` before it."""
     at = np.searchsorted(cuts, times)
     many, total = (
         np.bincount(at, each, cuts.size)[: cuts.size].cumsum() for each in (weight, weight * times)

@@ -54,7 +54,7 @@ class StepSlices:
     Attributes:
         summaries: The steps.
         processes: The processes of the loop, then the workers by role, in the first step.
-        many: Number of processes.
+        many: Number of processes of a step.
         roles: The roles of the workers.
         role_of: The index of the role of each process; -1 for those of the loop.
         names: Names of stages.

@@ -54,9 +54,7 @@ _SHORTEST_SLICE_NS = 20_000_000  # doubled whenever the slices are too many
 _TOUCHING_NS = 1_000_000  # runs of a stage with a shorter gap are one
 _SLACK_NS = 50_000_000  # a stage that ended so long before the first requested step is dropped
 _SMALL_PART = 100
-"""Least part of a stage in a step: 1/100 of the stage if it has ended,
-1/100 of the step if it is open.
-"""
+"""The part of a stage in a step counts from 1/100 of the stage; while it is open, of the step."""
 
 NO_LOOKS = ("", 0.0)
 """Value of ``WatchQuestion.hangs`` with which a process stops polling for the loop's file."""
@@ -373,7 +371,7 @@ class SpanSums:
         self._lock = threading.RLock()
 
     def count(self, name: str, value: float) -> None:
-        """Keep the value of a counter, of the first :data:`MOST_NAMES` counters."""
+        """Keep a counter's last value; names after the first :data:`MOST_NAMES` are dropped."""
         name = _shown(name)
         if name in self.counts or len(self.counts) < MOST_NAMES:
             self.counts[name] = float(value)

@@ -30,7 +30,7 @@ NOBODY = "no process was longer there than the others"
 _BESIDE_THE_LEADER = 0.5
 
 NEWS = 1.25
-"""Ratio of a duration or lead to the known one from which it is worth a mention."""
+"""Minimum ratio of a duration to the usual one, or of a lead to the reported one, to mention it."""
 
 _OF_A_STAGE = 0.4
 """Weight of a slow span relative to a slow stage: the mean of few calls with long tails varies."""
