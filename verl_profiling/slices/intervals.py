@@ -20,7 +20,7 @@ _Key = TypeVar("_Key")
 _Number = TypeVar("_Number", np.int64, np.float64)
 
 EMPTY: Spans = np.empty((0, 2), dtype=np.int64)
-_LARGEST = 1 << 62
+_LARGEST = 1 << 62  # beyond all times (ns), and the end of an axis
 
 
 def spans_of(pairs: Iterable[tuple[int, int]]) -> Spans:

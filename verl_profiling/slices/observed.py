@@ -98,7 +98,7 @@ def observed_by(
         recordings: The files of the lane.
         busy: Time in which any work of the lane ran.
         on_device: Whether the lane is a device's.
-        is_plain: Whether there is no manifest; then only time between work is observed.
+        is_plain: Whether there is no manifest; then each window begins and ends with work.
     """
     windows = spans_of(r.window(on_device=on_device, is_plain=is_plain) for r in recordings)
     if is_plain:

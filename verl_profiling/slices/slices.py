@@ -26,7 +26,7 @@ LATE_END = 0.05
 
 class Slices(NamedTuple):
     """Slices as numpy columns of one length; ``who``, ``role`` and ``name`` are indexes of lists
-    that the user of the table keeps.
+    outside of the table.
 
     Attributes:
         who: Index of the process.
@@ -79,7 +79,7 @@ class Slices(NamedTuple):
         shift = self.who * self._width()
         key = self.begin + shift
         if (key[1:] < key[:-1]).any():
-            order = np.argsort(key, kind="stable")  # mostly in order, which it makes use of
+            order = np.argsort(key, kind="stable")  # fast, as most rows are in order
             return self.at(order).flat()
         reached = np.maximum.accumulate(self.end + shift)[:-1]
         if (reached <= key[1:]).all():

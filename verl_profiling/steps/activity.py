@@ -33,7 +33,7 @@ from verl_profiling.steps.rows import Rows, joined
 from verl_profiling.steps.step import GRAPH_CAPTURE
 from verl_profiling.units import duration
 
-_MOST_CATEGORIES = 12  # that a sentence lists
+_MOST_CATEGORIES = 12  # in one sentence
 # Categories of a trace in which no operator ran
 _MARKS = frozenset(("no category", "Trace", "user_annotation", "python_function", "overhead"))
 _COVERS = ("compute", "communication", "memory", "unrecognised")  # attributes of a Lane
@@ -43,7 +43,9 @@ _ON_DEVICE, _ON_HOST = (COMPUTE, COMMUNICATION, MEMORY, UNKNOWN), (HOST, HOST_CO
 # events may lie inside a kernel (pytorch/kineto issue 136).
 _THINNEST_NS = 1_000
 _LEAST_LAUNCHES = 4  # fewer launches may all be of different graphs
-_OVERLAP_NS = 100_000  # overlaps of intact traces: at most 43 us (torch on CUDA, ROCm, MTIA)
+# Kernels of one stream that overlap by more than this have impossible durations. In intact traces,
+# they overlap by 43 us at most (torch on CUDA, ROCm, MTIA).
+_OVERLAP_NS = 100_000
 
 
 def read_lane(job: LaneJob) -> LaneTraces:

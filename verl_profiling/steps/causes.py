@@ -80,7 +80,7 @@ def joined_causes(*sides: Collection[str]) -> dict[str, str]:
 DRAIN_NS = 50_000_000
 """Time (ns) after a block in which the loop runs the tasks that became ready during the block."""
 
-# blocks with gaps up to this are one block: other tasks run for a moment between
+# Blocks with shorter gaps than this count as one block: other tasks run only for a moment between
 _TOGETHER_NS = 10_000_000
 
 
@@ -235,7 +235,7 @@ def _with_lag(waits: Pieces, blocks: Blocks) -> Pieces:
     low, high = np.maximum(since[last], waits.begin), np.minimum(until, waits.end)
     is_late = (loop[last] == waits.loop) & (waits.end <= until + DRAIN_NS) & (low < high)
     late = np.flatnonzero(is_late)
-    # The blocks by a trajectory itself are no lag of its waits.
+    # Time in which a trajectory's own code blocks the loop is no lag of this trajectory.
     axes = Axes(
         int(waits.owner.max(initial=0)) + 1, blocks.begin, blocks.end, low[late], high[late]
     )

@@ -221,7 +221,7 @@ def _check_workers(
         explained = any(
             artifact.status not in ("ok", "pending", "skipped") for artifact in worker.artifacts
         )
-        if worker.status not in AS_PLANNED and not explained:  # it died, for one
+        if worker.status not in AS_PLANNED and not explained:  # e.g. the worker died
             yield Checked(worker.name, worker.status, worker.reason)
 
 

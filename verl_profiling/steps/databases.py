@@ -157,7 +157,7 @@ _OPERATOR = re.compile(r"(.+?), (?:seq|op_id) = ")  # torch.autograd.profiler.em
 _FIRST_SHARED = 1_000
 
 _Devices = dict[tuple[int, int], int]
-"""Process id in the trace, by process id of the user and number of the device."""
+"""Process id of a device in the trace, by id of the process that uses it, and device number."""
 
 
 def _of_nsys(database: _Database) -> tuple[_Json, Iterator[_Json]]:

@@ -340,8 +340,8 @@ NO_WORK = frozenset(
 """Categories of events that are skipped without a look at their names, because they are no work."""
 
 _LAUNCH = re.compile(r"Launch|runFunction|EnqueueKernel")
-# MTIA gives copies, waits and control tasks the category of kernels; names: HTA's ``types.py`` and
-# traces.
+# MTIA gives copies, waits and control tasks the category of kernels. Their names are from HTA's
+# ``types.py`` and from traces.
 _MTIA = "mtia_ccp_events"
 _MTIA_COPY = "dma"
 _MTIA_CONTROL = re.compile(

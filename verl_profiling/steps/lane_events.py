@@ -46,7 +46,7 @@ from verl_profiling.steps.trace import NO_ARGS, Event, Trace
 _CHUNK_BYTES = 1 << 20  # JSON per chunk: long arrays, but events stay in a CPU cache
 LONGEST_NAME = 40
 """Largest number of characters in names of devices and categories; the rest is cut off."""
-_BETWEEN_DEVICES = ("nccl", "hccl", "xccl", "rccl")  # backends of torch.distributed
+_BETWEEN_DEVICES = ("nccl", "hccl", "xccl", "rccl")  # torch.distributed's backends on accelerators
 _CALLS = ("runtime", "driver")  # ends of the categories of calls that enqueue work on a device
 _CORRELATION = re.compile(rb'"correlation"\s*:\s*"?([1-9]\d{0,9})\b')  # of 32 bits; 0 is none
 _IGNORED = -1  # number of the key of an event that is no work

@@ -52,8 +52,8 @@ class Lane:
         stages: Runs of the worker's own stages.
         pauses: Spans in which Python's garbage collector stopped the process.
         observed: Time in which the lane is observed (see :mod:`~verl_profiling.slices.observed`).
-        unseen: Time in the lane's stages (of an engine: in a rollout) that was not observed, so the
-            lane may have worked.
+        unseen: Time in the lane's stages that was not observed, so the lane may have worked. For an
+            engine, it is such time in rollouts and validations.
         device: The device as in the manifest, with kind, number and UUID, if known.
         waiting: Spans in which a collective only waited for other ranks; set when the report is
             computed.

@@ -339,7 +339,7 @@ def _process(trace: Trace, head: list[Event], path: Path, *, is_ranked: bool) ->
 
 def _named_process(head: list[Event]) -> tuple[str, str]:
     """Return name and id of the first named process on the host; without names, an empty name and
-    the id of the first process with events.
+    the id of the first process with an event of the host.
     """
     labels = {e.pid: e.said("labels") for e in head if e.ph == "M" and e.name == "process_labels"}
     for event in head:

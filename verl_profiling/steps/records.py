@@ -40,11 +40,11 @@ REQUEST_PARTS = (
 GENERATE, LOOP_LAG, OWN_CODE, UNEXPLAINED = "generate", "loop lag", "own code", "unexplained"
 BEFORE = "began before the capture"
 _CAUSES = (*REQUEST_PARTS, LOOP_LAG, OWN_CODE, BEFORE, UNEXPLAINED)
-"""Causes other than span names."""
+"""Fixed causes of a trajectory's time; all other causes are names of spans."""
 CAUSE_NUMBERS = {name: number for number, name in enumerate(_CAUSES)}
 _RESERVED = {*_CAUSES} - {GENERATE}
 _WITH_ERROR = ("failed", "cancelled")
-_MOST_NAMES = 100  # of causes, if names of spans hold ids
+_MOST_NAMES = 100  # of causes, because names of spans may contain ids
 
 
 class Trajectory(NamedTuple):

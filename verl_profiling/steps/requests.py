@@ -43,7 +43,7 @@ def joined(
         overlaps = [min(request.end_ns, end) - max(request.begin_ns, begin) for request in near]
         largest = max(overlaps, default=-1)
         if largest >= 0:
-            # of two alike, the later one
+            # of two equal overlaps, that of the later request
             request_of[number] = near[-1 if overlaps[-1] == largest else 0]
     return request_of
 
