@@ -125,7 +125,7 @@ class Capture:
         deadline_s = time.monotonic() + self.handover_s
         owner = Path("/proc/self/task", str(self._owner))
         while not self._stopped.wait(_LOOK_S) and time.monotonic() < deadline_s:
-            if owner.parent.exists() and not owner.exists():  # it ended without stopping its tools
+            if owner.parent.exists() and not owner.exists():  # the thread ended before its tools
                 break
         with self._lock:
             if not self._stopped.is_set():
@@ -148,7 +148,7 @@ class Capture:
             self._stop_for_good()
         recorded = self._recorded
         selected = self.role.stages is None or name in self.role.stages
-        is_exported = recorded is not None and recorded.end_ns  # the tools' export holds the lock
+        is_exported = recorded is not None and recorded.end_ns  # tools hold the lock as they export
         if self.whole or not selected or is_exported:
             return self.log.begin(name)
         with self._lock:
@@ -157,7 +157,7 @@ class Capture:
                 self._occurrences[name] += 1
                 try:
                     self._start_tools(name, self._occurrences[name])
-                except Exception:  # logged, and the status of the tool
+                except Exception:  # it is logged, and in the status of the artifact
                     starts = False
             span = self.log.begin(name)
             if starts:

@@ -188,7 +188,7 @@ class AfterHooks:
             run = partial(_run, name, hook, request, who)
             if hook.when == "last":
                 self._last[name] = run
-                if request.last and request.stage is None:  # a step may have several windows
+                if request.last and request.stage is None:  # a step may have several rollouts
                     self._runs[name] = run
             else:
                 self._runs.setdefault(name, run)

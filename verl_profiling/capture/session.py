@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 class Session:
-    """Holds at most one capture. All methods may be called from any thread.
+    """Records at most one capture at a time. All methods may be called from any thread.
 
     Attributes:
         sink: Receives stages; ``None`` whenever nothing records and the watch is off.

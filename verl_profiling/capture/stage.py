@@ -197,7 +197,7 @@ def replace_in_graphs(original: Callable[..., Any], replacement: Callable[..., A
 
 
 _dropped: set[str] = set()
-"""Names of the stages inside compiled functions, of which it was logged that they are dropped."""
+"""Names of stages in compiled functions that were logged as not recorded."""
 
 
 def _log_dropped(name: str) -> None:

@@ -199,7 +199,7 @@ class Controller:
         """Check the settings against the workers."""
         self.begun = True
         self.roster.check_selection(capturing=False)
-        self._run.amend(end_ns=None)  # the callback is entered again
+        self._run.amend(end_ns=None)  # it is set if the callback is entered again
         # Else later workers may still tell whether ranks capture together: the first step does it.
         if knows_place(self.config, self.roster.targets):
             self.decisions.begin(self._run)
@@ -356,7 +356,7 @@ class Controller:
             self.watch.capture_begins(live.folder.name if live.request.keep else "")
         self.stages.record_generation()
 
-    # Closing.
+    # The end of a capture.
 
     def _conclude(self, live: OpenCapture, why: str) -> Waits[list[CaptureResult]]:
         """Stop all workers and write the manifest; return the workers' results."""

@@ -223,7 +223,7 @@ class PersonRequests:
         if self._folder is not None:
             self._write_refusals(self._folder)
 
-    # The files.
+    # The files of requests and refusals.
 
     def _take_all(self) -> list[CaptureRequest]:
         """Return the new requests, oldest first."""

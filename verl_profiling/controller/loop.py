@@ -361,8 +361,8 @@ class OpenCapture:
         """Keep the finite numbers among the loop's metrics, and note those that are not finite.
 
         Args:
-            metrics: The metrics.
-            step: The step that they belong to; by default the one that began last.
+            metrics: The loop's metrics, by name.
+            step: The step that they belong to; by default the step that began last.
         """
         numbers, notes = finite_numbers(metrics)
         (step or self.step).metrics.update(numbers)

@@ -32,7 +32,7 @@ from verl_profiling.settings.config import Decision, ProfilingConfig
 logger = logging.getLogger(__name__)
 
 PROBLEMS = (OSError, RuntimeError, ValueError, msgspec.MsgspecError)
-"""Exceptions of a store, and of decoding its values."""
+"""Exceptions of the store of ``torch.distributed``, and of decoding its values."""
 
 HANDSHAKES = 8  # round trips per measurement of a clock; the shortest one counts
 _HANDSHAKE_S = 2.0  # longest wait for a message: rank 0 looks once a second

@@ -43,12 +43,13 @@ from verl_profiling.watch.sums import STAGES_OF_A_STEP, StageSums, WatchQuestion
 logger = logging.getLogger(__name__)
 
 LOOP = RankUse(lane="controller", role="controller")
-"""The loop's process, as step summaries name it if it is no rank of several."""
+"""The loop's process, as step summaries name it, unless it is one of several ranks."""
 
 MOST_WAITING = 1_000
-"""Ended steps that wait for their summary, at most, unless ``watch.steps`` is more: some megabytes.
+"""Maximum number of ended steps that wait for their summary, unless ``watch.steps`` is larger.
 
-A loop of short steps ends hundreds of them before the watch's thread gets the interpreter.
+They take some megabytes. A loop of short steps ends hundreds of steps before the watch's thread
+gets the interpreter.
 """
 
 LEAST_PAUSE_S = 1.0

@@ -103,7 +103,7 @@ class SGLangAdapter(EngineAdapter):
         self._dp = _data_parallel_ranks(server)
         self.ranks = self._tp * self._pp * self._dp
         if manager is not None:  # behind a URL, devices are those of another process's environment
-            # The rule of SGLang's launcher.
+            # SGLang's launcher chooses devices by this rule.
             first, step = _number(server, "base_gpu_id", 0), _number(server, "gpu_id_step", 1)
             here = self.ranks // _number(server, "nnodes", 1)
             self.device_numbers = range(first, first + here * step, step)
@@ -172,7 +172,7 @@ class SGLangAdapter(EngineAdapter):
             await self._disarm()
 
     def died(self) -> str:
-        # Versions before the watchdog do not hold their processes.
+        # Older versions have no watchdog, which holds the engine's processes.
         watchdog = getattr(self._manager, "_subprocess_watchdog", None)
         named = zip(
             getattr(watchdog, "_names", ()), getattr(watchdog, "_processes", ()), strict=False

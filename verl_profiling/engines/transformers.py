@@ -31,7 +31,7 @@ def watch_transformers(model: Any, log: RequestLog) -> None:
     def logged(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ids: Any = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
         prompts = kwargs.get("inputs_embeds") if ids is None else ids
-        if prompts is None:  # e.g. of a model of speech
+        if prompts is None:  # e.g. a speech model, whose input is audio
             with log.busy or nullcontext():
                 return generate(*args, **kwargs)
         with log.open() as record:

@@ -57,7 +57,9 @@ class CaptureMixin:
         topology: Mapping[str, int] | None = None,
         sizes: Mapping[str, int] | None = None,
     ) -> None:
-        """Set this worker up. Slow imports happen here, so that the first capture starts at once.
+        """Prepare this worker for captures.
+
+        Slow imports happen here, so that the first capture starts at once.
 
         A worker with several roles calls this method once per role. The worker is recorded once,
         under the role with which it was added to the callback, and with the settings of that role.
@@ -152,7 +154,7 @@ class FSDPCaptureMixin(CaptureMixin):
         world_size: int | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """Set this worker up, after ``torch.distributed.init_process_group``.
+        """Prepare this worker for captures, after ``torch.distributed.init_process_group``.
 
         Args:
             config: The same settings as the callback's.
@@ -199,7 +201,7 @@ class AgentLoopCaptureMixin(CaptureMixin):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Set this worker up.
+        """Prepare this worker for captures.
 
         Args:
             config: The same settings as the callback's.
@@ -230,7 +232,7 @@ class MegatronCaptureMixin(CaptureMixin):
     def init_capture(  # type: ignore[override]
         self, config: ProfilingConfig | Mapping[str, Any] | None, *, role: str
     ) -> None:
-        """Set this worker up, after ``parallel_state.initialize_model_parallel``.
+        """Prepare this worker for captures, after ``parallel_state.initialize_model_parallel``.
 
         Args:
             config: The same settings as the callback's.

@@ -72,11 +72,11 @@ def expected_ranges(role: RoleConfig, schedule: Schedule, last_step: int | None 
 
     Args:
         role: Settings of the worker's role.
-        schedule: The schedule.
-        last_step: Number of the loop's last step.
+        schedule: The settings ``schedule``.
+        last_step: Number of the loop's last step; ``None`` if the schedule has an end.
 
     Raises:
-        ConfigError: The number cannot be computed.
+        ConfigError: The number does not follow from these settings, or is 0.
     """
     if role.launched_tool is not None and role.launched_tool.options.ranges is not None:
         return int(role.launched_tool.options.ranges)

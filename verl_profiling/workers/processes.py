@@ -199,8 +199,8 @@ class CallbackPlace(msgspec.Struct, kw_only=True):
     """The content of the file by which engines find the callback of their run.
 
     Attributes:
-        address: The socket.
-        process: The process of the callback.
+        address: Path of the callback's socket.
+        process: The process of the callback, to see whether it still lives.
     """
 
     address: str
@@ -214,8 +214,8 @@ def join_run(
 
     Args:
         folder: The run's folder.
-        server: The worker that the callback calls, before its ``init_capture``.
-        engine: The engine.
+        server: The worker that the callback calls; its ``init_capture`` is called here.
+        engine: The engine of the server.
         loop: Event loop on which the worker's coroutines run.
 
     Returns:

@@ -46,9 +46,9 @@ class RolloutCaptureMixin:
     """Adds ``start_capture``, ``stop_capture`` and ``read_watch`` to a rollout server.
 
     The mixin has no ``__init__``, so it composes with any class, Ray actors included. The server
-    passes
-    :meth:`engine_args` to the engine's constructor, and calls :meth:`init_capture` with the engine.
-    A server with an engine of its own passes ``requests=RequestLog()`` instead.
+    passes :meth:`engine_args` to the engine's constructor, and calls :meth:`init_capture` with the
+    engine. A server whose engine is not vLLM, SGLang or transformers passes
+    ``requests=RequestLog()`` instead.
     """
 
     engine_package: ClassVar[str | None] = None
@@ -100,13 +100,12 @@ class RolloutCaptureMixin:
         requests: RequestLog | None = None,
         devices: Sequence[str] | None = None,
     ) -> None:
-        """Set this server up, after its engine was created.
+        """Prepare this server for captures, after its engine was created.
 
         Args:
             config: The same settings as the callback's. Disabled or ``None``: nothing is set up.
             engine: The engine, or the object that holds it. By default an attribute of the server
-                (see
-                :class:`VLLMCaptureMixin` and :class:`SGLangCaptureMixin`). Not needed if
+                (see :class:`VLLMCaptureMixin` and :class:`SGLangCaptureMixin`). Not needed if
                 ``node_rank`` is not 0.
             role: Role of the server.
             replica: Index of the replica.
@@ -208,14 +207,14 @@ class RolloutCaptureMixin:
 
 
 class VLLMCaptureMixin(RolloutCaptureMixin):
-    """For a server that holds an ``AsyncLLM`` or an ``LLM`` as ``self.engine``."""
+    """A mixin for a server that holds an ``AsyncLLM`` or an ``LLM`` as ``self.engine``."""
 
     engine_package = "vllm"
 
 
 class SGLangCaptureMixin(RolloutCaptureMixin):
-    """For a server that holds an SGLang ``Engine`` as ``self.engine``,
-    or a ``self.tokenizer_manager``.
+    """A mixin for a server that holds an SGLang ``Engine`` as ``self.engine``, or that has a
+    ``self.tokenizer_manager``.
     """
 
     engine_package = "sglang"
@@ -348,8 +347,8 @@ def _fitted(
     """Call an adapter, whose engine may have an API that it does not know.
 
     Args:
-        call: The call.
-        adapter_class: The adapter.
+        call: The call of the adapter.
+        adapter_class: Class of the adapter.
         loss: Clause on what is not recorded if the call fails.
         strict: Whether a failure is raised.
 
