@@ -35,10 +35,11 @@ class CaptureStart(msgspec.Struct, frozen=True, kw_only=True):
             ``None``.
         occurrence: Index of the rollout in this capture, from 1, if ``stage`` is set.
         keep: ``False`` for a warm-up, which is discarded.
-        last: Whether this is the last capture of the schedule.
+        last: Whether this is the last capture of the schedule; then ``after`` hooks with
+            ``when: last`` run.
         upload: The upload target of the files, if ``folder`` only stages them.
         roles: The roles under which the worker was added to the callback, in order.
-        workers: The number of workers that get the message.
+        workers: The number of workers that get the message, for the limit of memory per worker.
         selection: Overrides of the settings; ``None`` for the settings as they are.
     """
 

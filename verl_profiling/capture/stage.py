@@ -189,9 +189,9 @@ class _StageWithWork(Stage):
 def replace_in_graphs(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
     """Let ``torch.compile`` trace another function in place of a function.
 
-    Dynamo reads this attribute (seen in torch 2.13 and 2.14), so nothing here has to import torch.
-    A traced stage reads no state: a graph is compiled once, whatever is recorded, as with
-        ``record_function``.
+    Dynamo reads ``_torchdynamo_inline`` (seen in torch 2.13 and 2.14), so nothing here has to
+    import torch. A traced stage reads no state: a graph is compiled once, whatever is recorded, as
+    with ``record_function``.
     """
     original._torchdynamo_inline = replacement  # type: ignore[attr-defined]
 

@@ -101,7 +101,7 @@ class Anomalies:
         if noticed is None or noticed.suspects or not noticed.stage:
             return
         named = noticed.named_in(summary)
-        if self._noticed is not noticed:  # it is captured by now
+        if self._noticed is not noticed:  # its capture has begun meanwhile
             return
         self._noticed = named
         if named.suspects:
@@ -205,7 +205,7 @@ class Anomalies:
 
         The workers are the suspects and one peer; without suspects, all workers that ran the slow
         stage. A slow rollout without suspects is captured as in the settings: agent loops or
-            engines may be its cause.
+        engines may be its cause.
         """
         uses = self._workers(noticed)
         if not uses:

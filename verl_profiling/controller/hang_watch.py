@@ -1,4 +1,4 @@
-"""A step that hangs: nothing progresses anywhere for longer than the open stage usually takes.
+"""Detects a step that hangs: no process progresses, for far longer than its stage usually takes.
 
 One thread of the loop's process checks while a step is open. If the loop's process makes no
 progress (a stage that begins or ends, a new token) for too long, the thread asks all processes: by

@@ -83,7 +83,7 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which decides, and writes the manifests."""
+        """Whether this is rank 0, which decides on captures, and writes the manifests."""
         return self.rank == 0
 
     def publish(self, place: RunPlace) -> None:

@@ -146,7 +146,11 @@ class Watch:
         self.step = None
 
     def capture_begins(self, folder: str) -> None:
-        """Mark the step as captured; the start of the capture is not part of the step."""
+        """Mark the step as captured, and begin it anew: the start of the capture is no part of it.
+
+        Args:
+            folder: Name of the step folder; empty for a warm-up.
+        """
         if self.step is not None:
             self.step.captured = folder
             self.step.begin_ns = clock.now_ns()
@@ -381,8 +385,9 @@ class WatchedWorkers:
         self._late += late
 
     def _take(self, call: Call, times: Sequence[object], uses: _Uses) -> bool:
-        """Add a reply, if any; return ``False`` if the worker restarts,
-        or its clock offset was unknown.
+        """Add a reply, if any; return ``False`` if the worker has to be called again.
+
+        The reason is that Ray restarts it, or that its clock offset was unknown.
         """
         reading = call.reply()
         if not isinstance(reading, WatchReading):

@@ -37,8 +37,8 @@ OptionValues = Mapping[str, tuple[object, ...]]
 class EngineAdapter(ABC):
     """Starts and stops the profiler of an engine that records in processes of its own.
 
-    The class methods answer before an engine is started, and for engines that compute in this
-    process, which the session records: an adapter of such engines has no instances.
+    The class methods are also used before an engine is started, and for engines that compute in
+    this process. These are recorded by the session, so their adapter has no instances.
 
     Args:
         engine: The engine, e.g. vLLM's ``AsyncLLM``.

@@ -300,7 +300,7 @@ class Window(ABC):
 
     @abstractmethod
     def lanes(self) -> list[str]:
-        """Return the lane of each expected artifact."""
+        """Return the lane of each expected artifact: the name of its process or replica."""
 
     @abstractmethod
     def outputs(self, problem: str) -> list[Output]:

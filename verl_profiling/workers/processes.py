@@ -278,7 +278,7 @@ class _Member:
                 self._calls.put((method, arguments))
 
     def send(self) -> None:
-        """Send the calls: on a thread, as the socket of a stopped process takes only so many."""
+        """Send the queued calls, on a thread: the socket of a process that does not read blocks."""
         with suppress(OSError):  # it has ended, which the other thread notices
             while (call := self._calls.get()) is not None:
                 self._connection.send(call)
