@@ -24,7 +24,7 @@ from verl_profiling.steps.records import BEFORE, OTHERS, UNEXPLAINED
 
 _RESPONSES = ("decode", "generate")  # kinds whose time grows with the length of the response
 
-_LEAST_SHARE = 0.005  # least share of the step of a listed part
+_LEAST_SHARE = 0.005  # minimum effect of a listed part, as a share of the step
 _MOST_TIMES = 100  # largest factor from A to B; what grows more was next to nothing in A
 
 
@@ -87,7 +87,7 @@ def _kinds(graphs: Sequence[Graph]) -> set[str]:
 
 
 def _has_tokens(graphs: Sequence[Graph]) -> bool:
-    """Return whether the tokens of responses are recorded."""
+    """Return whether any request has the number of its response tokens."""
     segments = chain.from_iterable(graph.segments for graph in graphs)
     return any(segment.request and segment.request.response_tokens for segment in segments)
 

@@ -136,7 +136,7 @@ def _add_carried(builder: GraphBuilder, root: Run, carried: Iterable[Early]) -> 
             segments += _before_step(segments[work.entry], work.before, since_ns, root.begin_ns)
             before = list(range(first, len(segments)))
             builder.graph.carried.append(Carried(work.entry, mark.exit, before))
-            builder.link(work.exit, stage.entry)  # if the work ended before the step
+            builder.link(work.exit, stage.entry)  # an edge only if the work ended before the stage
         # The next work begins after the stage that waited for this one.
         segments[mark.entry].after.append(stage.exit)
 

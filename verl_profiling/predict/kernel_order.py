@@ -41,7 +41,7 @@ from verl_profiling.steps.trace import Trace
 _Row = tuple[Any, Any]
 
 WORKS = (kinds.COMPUTE, kinds.COMMUNICATION, kinds.MEMORY)
-NEVER = -(1 << 62)
+NEVER = -(1 << 62)  # ns, before all events
 _CHUNK_BYTES = 2 << 20
 _QUEUE = 1_022  # launches that a stream of CUDA holds, as seen in traces
 _CORRELATION = re.compile(rb'"correlation"\s*:\s*"?(\d+)')
@@ -187,7 +187,7 @@ class TraceOrder:
 
     def _follow_works(self) -> None:
         """Let calls that wait, and streams after ``StreamWaitEvent``, follow what they wait for."""
-        pending = defaultdict[_Row, list[Event]](list)  # waits of streams before the next launch
+        pending = defaultdict[_Row, list[Event]](list)  # stream waits, until the thread launches
         for call in self._content.calls:
             started = self._started.get(call.correlation, [])
             waited = self._waited(call, started)

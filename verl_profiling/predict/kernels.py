@@ -29,7 +29,7 @@ _Times = list[tuple[int, int]]
 KERNEL = "kernel:"
 """Prefix of a pattern of kernel names in ``--scale kernel:*gemm*=0.5``; other names are stages."""
 
-_CLOSE = 0.4  # least likeness of names that are listed as close
+_CLOSE = 0.4  # minimum similarity of the kernel names that an error suggests, by difflib
 _MOST_NAMES = 3
 _WITHOUT_LAUNCHES = "kernels of a trace without launches keep their time"
 _KEPT = "collectives keep their time, with the waits for other ranks in it"

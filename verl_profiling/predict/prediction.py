@@ -28,7 +28,7 @@ _NOT_STEADY = (
     "the predicted step is not the mean step: each step leaves more or less work to the next"
 )
 CAPTURE = "capture"
-_LEAST_SHARE = 0.001  # least saved share of the step of a listed change
+_LEAST_SHARE = 0.001  # minimum saving of a listed change, as a share of the step
 _NOISE = 0.03  # share of the step added on each side of an interval: equal steps differ by as much
 # of two nested spans, the inner one is no change of its own if the times differ by at most this
 _NESTED = 0.05

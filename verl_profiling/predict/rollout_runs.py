@@ -38,7 +38,7 @@ from verl_profiling.steps.records import (
 
 # the holder's span may end this much after the next acquire: both are tasks of one event loop
 _ERROR_NS = 1_000_000
-# of the waiting time that a limit has to explain; of other waits, it explains less by chance
+# minimum share of the waiting time that a limit explains; by chance, it explains less
 _LEAST_SHARE = 0.9
 _LEAST_WAITS = 3  # fewer may end with another span by chance
 _LEAST_WAIT_NS = 5_000_000  # shorter ones are code, or the way to the next task of the loop
@@ -132,7 +132,7 @@ class _Waits:
     def limit(self, name: str, spans: list[int]) -> Limit | None:
         """Return the limit that explains the waits in, or before, spans of a name, if one does."""
         if any(self._trajectories[self._owner[span]].cut_end for span in spans):
-            return None  # slots that are held on are not known
+            return None  # the release of a slot that is held beyond the step is unknown
         times = dict[int, tuple[int, int]]()  # begin and end of the wait, by span
         for span in spans:
             begin_ns = self._begin[span]
@@ -187,7 +187,7 @@ def _explained(since: Ints, begin: Ints, end: Ints) -> tuple[float, int]:
     released = np.sort(end)
     holders = np.arange(1, len(begin) + 1) - np.searchsorted(released, begin + _ERROR_NS, "right")
     slots = int(holders.max())
-    if not 0 < slots < len(begin):  # none: the calls are shorter than the error
+    if not 0 < slots < len(begin):  # 0 slots: all calls are shorter than the error
         return 0.0, slots
     free = np.concatenate((since[:slots], released[:-slots]))
     left = (begin - np.maximum(since, free)).clip(0)
@@ -278,7 +278,7 @@ def _acquired(parts: Sequence[Segment], holds: Sequence[tuple[Limit, Hold]]) -> 
     for limit, hold in holds:
         acquires.append(Segment(limit.name, hold.begin_ns, hold.begin_ns, queue=limit.queue))
     waits = sorted((hold.since_ns, hold.begin_ns) for _, hold in holds)
-    until_ns = [0, *accumulate((end_ns for _, end_ns in waits), max)]  # end of the first waits
+    until_ns = [0, *accumulate((end_ns for _, end_ns in waits), max)]  # last end of n waits
     left = [
         part for part in parts if until_ns[bisect_left(waits, (part.begin_ns + 1,))] < part.end_ns
     ]

@@ -143,7 +143,7 @@ def _median_of_others(values: Floats, leader: Ints) -> Floats:
     others[rows, leader] = -np.inf
     others.sort(axis=1)
     last = others.shape[1] - 1
-    middle = (others == -np.inf).sum(axis=1) + last  # twice the index
+    middle = (others == -np.inf).sum(axis=1) + last  # twice the median's index
     high = np.minimum((middle + 1) // 2, last)
     return np.asarray((others[rows, middle // 2] + others[rows, high]) / 2)
 

@@ -27,7 +27,7 @@ from verl_profiling.watch.exposed import TIED, Standing, alone_ns, standings
 
 MOST_SUSPECTS = 4
 NOBODY = "no process was longer there than the others"
-_BESIDE_THE_LEADER = 0.5
+_BESIDE_THE_LEADER = 0.5  # share of the leader's lead from which others are suspects, too
 
 NEWS = 1.25
 """Minimum ratio of a duration to the usual one, or of a lead to the reported one, to mention it."""
