@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 _wall_ns = now_ns = time.time_ns
-_held = 0
+_held = 0  # recordings that use monotonic time now
 
 
 def hold() -> None:

@@ -1,8 +1,8 @@
 """Reads every artifact of the manifests, to the last byte.
 
-Exits 1 when one is missing, empty, truncated, unreadable or too large, when a step was left early
-or recorded no worker, when steps of schedule.steps never came or could not be captured, and when
-the last step in the watch's log hangs.
+Exits 1 when a file is missing, empty, truncated, unreadable or too large. Exits 1 also when a step
+was left early or recorded no worker, when steps of schedule.steps never came or could not be
+captured, and when the last step in the watch's log hangs.
 
 example: verl-profiling check outputs/run && echo complete
 """

@@ -1,6 +1,6 @@
 """Moves the reports of the nsys tool into their step folders, and enters them into the manifests.
 
-Exported reports (.sqlite) become traces, which merge and report read. Exits 1 when something is
+Exported reports (.sqlite) become traces, which merge and report read. Exits 1 when a report is
 missing: Nsight Systems writes the last reports when the worker's process ends.
 
 example: verl-profiling collect outputs/run --export && verl-profiling merge outputs/run

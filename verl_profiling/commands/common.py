@@ -29,7 +29,7 @@ from verl_profiling.report.watch_frame import (
 )
 from verl_profiling.units import duration, visible
 
-_CAPTURES = 5
+_CAPTURES = 5  # the most captures that a view of a run names
 
 
 def add_paths(parser: argparse.ArgumentParser) -> None:

@@ -94,6 +94,11 @@ def _named(change: Change) -> str:
 
 
 class _Side(NamedTuple):
+    """One side of the comparison: reports and graphs of its steps, and the steps in its watch log.
+
+    ``is_well`` tells whether no data is missing.
+    """
+
     reports: list[Report]
     graphs: list[Graph]
     logged: list[StepSummary]

@@ -38,7 +38,7 @@ _BATCH = 512
 _LONGEST_BODY = 1 << 16  # bytes that are read of an answer, whose message has two fields
 _LONGEST_WORDS = 200
 _OF_REQUEST = ("prompt_tokens", "response_tokens", "cached_tokens", "replica", "policy_version")
-_GENERATE, _FAILED = "generate", "_OTHER"
+_GENERATE, _FAILED = "generate", "_OTHER"  # OpenTelemetry's error.type of an unnamed error
 
 _Facts = dict[str, Fact]
 _Key = tuple[object, ...]

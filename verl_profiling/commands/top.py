@@ -30,8 +30,8 @@ from verl_profiling.report.terminal import fitting_console
 from verl_profiling.report.watch_frame import RunView, logged_steps, watch_frame
 from verl_profiling.steps.inputs import the_run
 
-_STEPS = 200
-_FASTEST_S = 0.1
+_STEPS = 200  # the latest steps that are shown
+_FASTEST_S = 0.1  # the shortest interval
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

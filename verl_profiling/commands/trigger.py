@@ -41,8 +41,8 @@ from verl_profiling.steps.inputs import is_step, numbered, runs_at
 from verl_profiling.units import visible
 
 ACCEPTED, PENDING = "accepted", "pending"
-_SOON_S = 0.3
-_PAUSE_S = 0.1
+_SOON_S = 0.3  # how long an answer is awaited without --wait
+_PAUSE_S = 0.1  # between two looks for the answer
 _URL_PAUSE_S = 12.0
 """Longer than a job takes to list a folder behind a URL again."""
 

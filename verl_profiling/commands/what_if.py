@@ -35,8 +35,8 @@ from verl_profiling.report.tables import cells, summed
 from verl_profiling.report.terminal import fitting_console, print_table
 from verl_profiling.units import duration, visible, visible_text_of
 
-_ROWS = 8
-_SENTENCES = 4
+_ROWS = 8  # of a table that are printed
+_SENTENCES = 4  # of a kind that are printed
 _UUID = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f-]{22}\b")  # of a group; 8 digits say which
 
 

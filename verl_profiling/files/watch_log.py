@@ -31,8 +31,7 @@ def has_watch_log(run: Path) -> bool:
 
 
 def read_watch_log(run: Path) -> Sequence[StepSummary]:
-    """Return the lines of a run's watch log; they are read again only if a file has another size by
-    then.
+    """Return the lines of a run's watch log, which are cached until the size of a file changes.
 
     Raises:
         TraceFormatError: The log leads out of the run's folder, or cannot be read.
@@ -50,8 +49,9 @@ def _lines(run: Path, sizes: tuple[int, ...]) -> Sequence[StepSummary]:
 
 
 def latest_step(lines: Iterable[StepSummary]) -> list[StepSummary]:
-    """Return the last line of the latest step, if any:
-    a line of an earlier step may come after it.
+    """Return a list with the last line of the latest step, or an empty list.
+
+    The last line of the log may be about an earlier step.
     """
     return sorted(lines, key=lambda line: line.step)[-1:]
 

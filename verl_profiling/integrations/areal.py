@@ -25,6 +25,7 @@ _ROLE = "actor"
 _PREFIX = "train."
 _FIRST = "rollout"
 _LAST = "log_stats"
+# Names of stages by the part of AReaL's loop, if the two names differ.
 _STAGES = {
     "compute_values": "values",
     "ref_logp": "ref_log_prob",

@@ -17,7 +17,7 @@ from wrapt import register_post_import_hook
 
 from verl_profiling.integrations import warn_of_broken_package
 
-_notes: list[list[str]] = []
+_notes: list[list[str]] = []  # the lists of the open blocks of noting()
 
 
 @contextmanager

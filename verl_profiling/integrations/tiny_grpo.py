@@ -16,8 +16,8 @@ from verl_profiling.capture.session import stage
 from verl_profiling.controller.callback import ProfilingCallback
 from verl_profiling.workers import CaptureMixin, RequestLog, RolloutCaptureMixin
 
-NUMBERS = 8
-END = NUMBERS
+NUMBERS = 8  # the numbers that are tokens: 0 to 7
+END = NUMBERS  # the token that ends a response
 RESPONSE_LENGTH = NUMBERS
 
 Rows = list[list[int]]
@@ -49,7 +49,7 @@ def until_end(response: list[int]) -> list[int]:
 
 
 def collate(prompts: Rows, responses: Rows) -> Batch:
-    """Return padded tokens, and the mask of the response tokens."""
+    """Return the batch: prompts with padded responses, and the mask of the response tokens."""
     rows = [torch.tensor(response) for response in responses]
     padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=END)
     mask = (padded == END).cumsum(1) <= 1  # after the first END is padding
@@ -152,7 +152,7 @@ class GRPOLoop:
     Attributes:
         prompts: Number of prompts in a step.
         group_size: Number of responses to each prompt.
-        rng: Draws the prompts.
+        rng: Source of the random numbers by which prompts are drawn.
     """
 
     prompts = 32

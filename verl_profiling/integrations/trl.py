@@ -30,6 +30,7 @@ __all__ = ["TRLProfilingCallback"]
 logger = logging.getLogger(__name__)
 
 _ROLE = "actor"
+# Names of stages by the method of the trainer that is the whole stage.
 _STAGES = {"_generate": "rollout", "_save_checkpoint": "save_checkpoint"}
 _ADVANTAGE, _UPDATE = "advantage", "update_actor"
 _MARKED = "_verl_profiling"

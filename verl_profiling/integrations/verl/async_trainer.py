@@ -27,6 +27,7 @@ _STEP, _GENERATION = "step", "generate_async"
 _NO_MORE_STEPS = "TrainingStopException"
 _SAMPLE, _VALIDATE = "_process_single_sample_streaming", "do_validate"
 _IN_FLIGHT, _STALENESS = "samples in flight", "staleness samples"
+# Names of counters by the key in the statistics of verl's rollouter.
 _COUNTS = {
     "monitor/queue/mq_queue_size": "message queue",
     "monitor/active_tasks_size": _IN_FLIGHT,

@@ -27,7 +27,7 @@ from verl_profiling.workers.nsys_launch import expected_ranges
 logger = logging.getLogger(__name__)
 
 TRAINING_ROLES = ("actor", "ref", "critic")
-_GROUPS = ("default", "discrete", "off", "verl")
+_GROUPS = ("default", "discrete", "off", "verl")  # further options of +profiling, besides e2e
 _ENGINES = ("vllm", "sglang")
 """Engines whose servers are hooked; see the hooks in ``integrations/verl/__init__.py``."""
 _SWITCHED_OFF = "set profiling.roles.rollout.enable=false"
@@ -42,12 +42,12 @@ _REPLICA_SIZES = (
     "pipeline_model_parallel_size",
 )
 
-_CONTENTS = ("stack", "shapes", "memory")
+_CONTENTS = ("stack", "shapes", "memory")  # entries of verl's contents that are options here, too
 _DEVICES = {"torch": "cuda", "npu": "npu"}
 """The entry of ``contents`` that selects the events of the device, by tool."""
 _ALWAYS = "has no effect: every artifact is in the folder of its step anyway"
 _WITHOUT_COUNTERPART = (
-    # fields of a block (* is its tool); roles; reason
+    # Fields of a profiler block (* is the block's tool); roles with the block; reason for the user.
     (("relocate_results",), _EVERYWHERE, _ALWAYS),
     (("save_path",), _EVERYWHERE, "all roles write to global_profiler.save_path"),
     (
@@ -68,6 +68,7 @@ _WITHOUT_COUNTERPART = (
     ),
     (("tool_config.torch_memory.stack_depth",), _EVERYWHERE, "torch keeps whole stacks"),
 )
+# verl's own defaults of such fields, which are no choice of the user.
 _DEFAULTS = {"tool_config.torch.schedule.repeat": 1, "tool_config.torch_memory.stack_depth": 32}
 _FINISH_ENVIRONMENT = 'VERL_PROFILE_SAVE_PATH="$VERL_PROFILING_RUN" ' + " ".join(
     f'VERL_PROFILE_{name}="$VERL_PROFILING_{name}"' for name in ("RANK", "PID", "ROLE")
@@ -310,7 +311,7 @@ def _role(
     is_rollout = role == ROLLOUT_ROLE
     tool = _tool(f"{where}.tool", block.get("tool"))
     parents = [common]
-    if is_rollout:  # verl gives it the actor's finish hook
+    if is_rollout:  # verl copies the actor's finish hook into the rollout's block
         parents.append(config.actor_rollout_ref.actor.get("profiler"))
     notes += _notes_on_unused(role, tool, block, parents)
     of_engines = "npu" if _device(config) == "npu" else "torch"

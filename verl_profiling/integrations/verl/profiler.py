@@ -28,8 +28,9 @@ _OWN_PROFILER = ("start_profile", "stop_profile")
 _ONWARD_ONLY = ("wandb", "vemlp_wandb")
 """Trackers that reject values of earlier steps."""
 _CONSOLE = "console"
-_MOST_WAITING = 1000  # summaries; trackers get one with each step that verl logs
+_MOST_WAITING = 1000  # summaries; trackers get one summary with each step that verl logs
 OFF = "profiling is switched off, training goes on: %s"
+# Each role, and the attribute of a trainer that holds the role's worker group.
 _GROUPS = (("actor", "actor_rollout_wg"), ("ref", "ref_policy_wg"), ("critic", "critic_wg"))
 _NO_METHODS = (
     "its workers have no capture methods; let their class inherit verl's class, or a mixin of "

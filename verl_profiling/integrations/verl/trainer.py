@@ -367,7 +367,7 @@ def prepare(trainer: Any) -> None:
     from omegaconf import open_dict
 
     rollout = trainer.config.actor_rollout_ref.rollout
-    with open_dict(rollout):  # every rollout server of the policy gets it
+    with open_dict(rollout):  # verl passes engine_kwargs to every rollout server of the policy
         rollout.engine_kwargs = {**(rollout.engine_kwargs or {}), SETTINGS_KEY: settings.to_dict()}
     start_workers_under_nsys(settings)
 
@@ -417,5 +417,6 @@ def profiling_of(trainer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return nullcontext()
 
 
+# Wrappers by the name of the method: of plain methods, and of coroutines.
 _CALLED = {"__init__": _made, "fit": _profiled}
 _AWAITED = {"fit": _profiled_coroutine, **COROUTINES}

@@ -30,7 +30,7 @@ _TOKENIZING = (
 )
 _TIMERS = {"compute_score": "reward"}
 _UNKNOWN_TOOL = "tool:(unknown)"
-_LONGEST_NAME = 120  # a model writes the name of a tool
+_LONGEST_NAME = 120  # the model writes the name of a tool, so it may be any text
 _STARTS_NOTHING = "verl.tools.base_tool"
 """Module of the base class of tools. Its ``create`` and ``release`` start
 and stop no environment.
@@ -38,6 +38,7 @@ and stop no environment.
 _ABORTED = ("aborted", "abort")
 
 _pause: ContextVar[ExitStack | None] = ContextVar("verl_profiling_pause", default=None)
+"""Holds the span ``wait:resume`` between an aborted request and the request that resumes it."""
 _hooked: set[Callable[..., Any]] = set()
 """Hooked methods of tools; the class of a tool, of verl or of users, is hooked at its first use."""
 
@@ -170,7 +171,7 @@ def _prepare_tool(tool_class: type[Any]) -> None:
     the start and stop of an environment or a sandbox.
     """
     for name, spanned in (("create", "environment:start"), ("release", "environment:stop")):
-        method = getattr(tool_class, name, None)  # of a base class that is hooked already, perhaps
+        method = getattr(tool_class, name, None)  # perhaps of a hooked base class
         if method is not None and method not in _hooked and method.__module__ != _STARTS_NOTHING:
             mark(tool_class, name, partial(span, spanned))
             _hooked.add(getattr(tool_class, name))

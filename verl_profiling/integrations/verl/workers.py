@@ -1,6 +1,7 @@
 """Capture methods for all processes of verl, and stages for its training workers.
 
-Capture methods are registered for verl's dispatch, so that worker groups have the methods. Stages
+Capture methods are those that the callback calls: ``start_capture``, ``stop_capture`` and
+``read_watch``. They are registered for verl's dispatch, so that worker groups have them. Stages
 wrap verl's methods. Neither the bodies of verl's methods nor the base classes of a worker change.
 
 A rollout server gets its settings inside ``rollout.engine_kwargs``, which verl passes unchanged to
