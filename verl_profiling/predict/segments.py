@@ -137,7 +137,7 @@ class Graph:
         order: All segments, each after its predecessors.
         delay_ns: Delay before each segment: from the last end of a predecessor to its begin.
         slots: Number of slots of each queue; by default one.
-        behind: By segment: the one that its queue served before it, though it was ready later.
+        behind: By segment: the one that its queue served first, though that one was ready later.
         parts: Role, name and count of each worker's stage: ``("actor", "update_actor", 2)`` is the
             second run of the stage on its rank. Ranks have equal entries.
         tails: By segment that waits for a rollout: the last segments of the trajectories or
