@@ -176,13 +176,14 @@ class _Waits:
 
 
 def _explained(since: Ints, begin: Ints, end: Ints) -> tuple[float, int]:
-    """Return the share of the waits that the least possible limit explains, and its number of
-    slots.
+    """Return which share of the waiting time a semaphore would explain, and its number of slots.
+
+    It has as many slots as are held at once.
 
     Args:
-        since: Begin of each wait, in order of their ends.
-        begin: End of each wait.
-        end: Release of the slot.
+        since: When each holder of a slot began to wait for it, in order of ``begin``.
+        begin: When it got the slot.
+        end: When it released the slot.
     """
     released = np.sort(end)
     holders = np.arange(1, len(begin) + 1) - np.searchsorted(released, begin + _ERROR_NS, "right")

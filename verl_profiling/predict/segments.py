@@ -392,7 +392,11 @@ class Replay:
             self._met(follower)
 
     def _met(self, at: int) -> None:
-        """Count one condition as met: a predecessor ended, or the one it is behind arrived."""
+        """Count one condition of a segment as met; once all are met, let it arrive.
+
+        A condition is the end of a predecessor, or the arrival of the segment that was before it
+        in its queue.
+        """
         self._missing[at] -= 1
         if not self._missing[at]:
             self._enter(at)

@@ -127,14 +127,14 @@ def _is_within(own: Floats, work: Floats) -> bool:
 
 
 class _Fit(NamedTuple):
-    """A least-squares fit of the runs' times to some of the three columns of their work.
+    """A least-squares fit: the seconds that peers take for a stage, by columns of its work.
 
     Attributes:
         columns: Indexes of the columns in the fit: 0 is the constant, 1 tokens, 2 squared lengths.
         times: Seconds per unit of each column.
         covariance: Covariance of ``times``, in units of ``spread_s`` squared.
-        rest: Sum of the squared residuals of the runs.
-        spread_s: Standard deviation of the runs' residuals in the best fit (s).
+        rest: Sum of the squared residuals.
+        spread_s: Standard deviation of the residuals (s), of the best of all fits.
     """
 
     columns: list[int]

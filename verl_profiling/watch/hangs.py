@@ -480,7 +480,13 @@ def _is_late(peers: Sequence[ProcessState], state: ProcessState) -> bool:
 
 
 def _innermost_part(state: ProcessState, spans: Sequence[OpenPart] = ()) -> OpenPart | None:
-    """Return the first of ``spans``, else of the process's spans, else its last stage."""
+    """Return what a sentence names of a process that hangs: its oldest open span, else the
+    outermost stage that it entered last; ``None`` without any.
+
+    Args:
+        state: The process.
+        spans: Open spans that come first, as no other process explains them.
+    """
     return next(iter((*spans, *state.spans, *state.stages[-1:])), None)
 
 
