@@ -10,8 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from verl_profiling.files.machine import process_peak_bytes
-from verl_profiling.watch.sums import process_memory
+from verl_profiling.files.machine import process_memory, process_peak_bytes
 
 STATISTICS = {
     "allocated_bytes": {"all": {"current": 3, "peak": 7}, "small_pool": {"current": 1, "peak": 1}}

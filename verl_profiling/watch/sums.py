@@ -5,7 +5,6 @@ The code is fast, because every stage and every span of every step ends here.
 
 from __future__ import annotations
 
-import sys
 import threading
 from array import array
 from bisect import bisect_right
@@ -18,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.files.machine import own_bytes, process_peak_bytes
+from verl_profiling.files.machine import process_memory
 from verl_profiling.files.step_summary import OTHERS, Period, RankUse, SpanTotal
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import GC, MAX_NS, WEIGHT_SYNC, Work
@@ -48,7 +47,6 @@ PAUSE_NS = 50_000_000
 reading; ten times as long after other short stages.
 """
 
-_DEVICES = ("cuda", "npu")
 _LONGEST_NAME = 200
 _SHORTEST_SLICE_NS = 20_000_000  # doubled whenever the slices are too many
 _TOUCHING_NS = 1_000_000  # runs of a stage with a shorter gap are one
@@ -120,24 +118,6 @@ class StageWithWork(Protocol):
     name: str
     begin_ns: int
     work: Work | None
-
-
-def process_memory() -> tuple[int, int]:
-    """Return peak and current memory of this process, in bytes; 0 for an unknown value.
-
-    On a device: the bytes that torch's allocator has allocated, and their peak since the process
-    began or the program reset torch's peak statistics. On the host: the resident memory of this
-    process without shared pages, and the kernel's peak of all its resident memory. Nothing is reset
-    or imported here.
-    """
-    torch = sys.modules.get("torch")
-    for name in _DEVICES:
-        device = getattr(torch, name, None)
-        with suppress(Exception):  # another torch, or a failed device; training reports it
-            if device is not None and device.is_initialized():
-                allocated = device.memory.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
-                return allocated["peak"], allocated["current"]
-    return process_peak_bytes(), own_bytes() or 0
 
 
 class StageSums:
@@ -365,7 +345,8 @@ class SpanSums:
 
     def __init__(self) -> None:
         self.counts: dict[str, float] = {}
-        self._slices: dict[int, _Sums] = {}
+        # By number of the time slice: end of the first span that was added, and the sums.
+        self._slices: dict[int, tuple[int, _Sums]] = {}
         self._slice_ns = _SHORTEST_SLICE_NS
         # Reentrant: the garbage collector may end a span under the lock.
         self._lock = threading.RLock()
@@ -379,11 +360,12 @@ class SpanSums:
     def add(self, name: str, begin_ns: int, end_ns: int, failed: bool, tokens: int = 0) -> None:
         """Add a span that has ended. Any object is accepted as its name, and nothing raises."""
         with self._lock:
-            sums = self._slices.get(end_ns // self._slice_ns)
-            if sums is None:
+            known = self._slices.get(end_ns // self._slice_ns)
+            if known is None:
                 while len(self._slices) >= MOST_SLICES:
                     self._join()
-                sums = self._slices.setdefault(end_ns // self._slice_ns, {})
+                known = self._slices.setdefault(end_ns // self._slice_ns, (end_ns, {}))
+            sums = known[1]
             try:
                 numbers = sums[name]
             except (KeyError, TypeError):
@@ -405,12 +387,14 @@ class SpanSums:
         """Return the end of the last time slice with more than garbage collections, at most now;
         0 without one.
         """
-        ended = [number for number, sums in [*self._slices.items()] if sums.keys() != {GC}]
+        ended = [number for number, (_, sums) in [*self._slices.items()] if sums.keys() != {GC}]
         return min(clock.now_ns(), (max(ended, default=-1) + 1) * self._slice_ns)
 
     def of_steps(self, steps: Sequence[Period], ahead_ns: int) -> list[tuple[SpanTotal, ...]]:
         """Return the sums of the spans that ended in each step; then drop all up to the last step's
         end.
+
+        A time slice counts where its first span ended: many end just before their step does.
 
         Args:
             steps: Begin and end of each step, in order, on the clock of the loop's process.
@@ -419,13 +403,13 @@ class SpanSums:
         of_steps: list[_Sums] = [{} for _ in steps]
         with self._lock:
             slices, self._slices = self._slices, {}  # a garbage collection may add itself meanwhile
-            for number, sums in slices.items():
-                middle_ns = number * self._slice_ns + self._slice_ns // 2 - ahead_ns
-                if not steps or middle_ns > steps[-1][1]:
-                    self._slices[number] = sums
+            for number, (first_ns, sums) in slices.items():
+                ended_ns = first_ns - ahead_ns
+                if not steps or ended_ns > steps[-1][1]:
+                    self._slices[number] = first_ns, sums
                     continue
-                at = bisect_right(steps, middle_ns, key=_begin_of) - 1
-                if at >= 0 and middle_ns <= steps[at][1]:
+                at = bisect_right(steps, ended_ns, key=_begin_of) - 1
+                if at >= 0 and ended_ns <= steps[at][1]:
                     for name, numbers in sums.items():
                         _add(of_steps[at], _shown(name), numbers)
             if not self._slices:
@@ -438,9 +422,10 @@ class SpanSums:
         """Join each two neighbouring time slices into one of twice the length."""
         self._slice_ns *= 2
         slices, self._slices = self._slices, {}
-        for number, sums in slices.items():
+        for number, (first_ns, sums) in slices.items():
+            joined = self._slices.setdefault(number // 2, (first_ns, {}))[1]
             for name, numbers in sums.items():
-                _add(self._slices.setdefault(number // 2, {}), name, numbers)
+                _add(joined, name, numbers)
 
 
 class Busy:
