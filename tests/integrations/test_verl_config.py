@@ -113,18 +113,21 @@ def test_another_profiler_and_another_word_are_refused() -> None:
         settings_of(verl_config(profiling="torch"))
 
 
+class Trainer(ProfilingTrainerMixin):
+    """A trainer of verl without anything to train."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def fit(self) -> str:
+        """Train."""
+        return "trained"
+
+
 def test_a_missing_config_group_is_one_line_and_training_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Hydra makes a text of a group that it does not find; a queued job does not end for it."""
-
-    class Trainer(ProfilingTrainerMixin):
-        def __init__(self, config: Any) -> None:
-            self.config = config
-
-        def fit(self) -> str:
-            return "trained"
-
     assert Trainer(verl_config(profiling="e2e")).fit() == "trained"
     [line] = [record.getMessage() for record in caplog.records]
     assert "training goes on: profiling is the text 'e2e', as Hydra found no such" in line
@@ -135,14 +138,6 @@ def test_what_nobody_has_foreseen_does_not_end_training(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A configuration without verl's blocks is an error of the profiler, in one line."""
-
-    class Trainer(ProfilingTrainerMixin):
-        def __init__(self, config: Any) -> None:
-            self.config = config
-
-        def fit(self) -> str:
-            return "trained"
-
     config = verl_config(profiling={"enable": True})
     del config["actor_rollout_ref"]
     assert Trainer(config).fit() == "trained"

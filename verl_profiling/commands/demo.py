@@ -45,7 +45,9 @@ def run(arguments: argparse.Namespace) -> bool:
         loop.train(_STEPS)
     step = loop.profiling.last_folder
     assert step is not None  # strict
-    words = [str(step.parent), "--save", *(["--json"] if arguments.json else [])]
+    words = [str(step.parent), "--save"]
+    if arguments.json:
+        words.append("--json")
     reader = argparse.ArgumentParser()
     report.configure(reader)
     is_well = report.run(reader.parse_args(words))

@@ -131,9 +131,7 @@ class LoopRuns:
         self.loose = list[Run]()
         self._by_name = grouped(self.stages, lambda stage: stage.name)
         self._graph = graph
-        self._error_ns = 0
-        for clock in manifest.clocks if manifest else ():
-            self._error_ns = max(self._error_ns, clock.error_ns)
+        self._error_ns = step.clock_error_ns
         self._wait_by_name()
         self._beside = list(filter(self._goes_on_beside, self.root.waits))
         for run in self._beside:

@@ -70,8 +70,6 @@ def matched_calls(step: Step) -> tuple[list[Calls], list[str]]:
     for lane in step.lanes:
         for call in lane.collectives:
             called[lane.source.role, lane.source.replica, call].append(lane)
-    clocks = step.manifest.clocks if step.manifest else []
-    error_ns = max((clock.error_ns for clock in clocks), default=0)
     calls = []
     recorded = matched = 0
     for (role, _, (name, group)), same_group in called.items():
@@ -80,7 +78,7 @@ def matched_calls(step: Step) -> tuple[list[Calls], list[str]]:
             if len({lane.source.host_clock for lane in lanes} - {""}) > 1:
                 runs = _left_steadily(of_lanes)
             else:
-                runs = _left_together(of_lanes, error_ns, step.manifest is not None)
+                runs = _left_together(of_lanes, step.clock_error_ns, step.manifest is not None)
             recorded += sum(map(len, of_lanes))
             matched += runs.shape[0] * runs.shape[1]
             if runs.shape[1]:

@@ -154,6 +154,12 @@ class Step:
         at_work = self.during(ROLLOUT, VALIDATE) if lane.is_engine else time_of(lane.stages)
         lane.unseen = subtract(intersection(at_work, self.whole), lane.observed)
 
+    @property
+    def clock_error_ns(self) -> int:
+        """Largest error of the clock offsets between hosts (ns); 0 without a manifest."""
+        clocks = self.manifest.clocks if self.manifest else []
+        return max((clock.error_ns for clock in clocks), default=0)
+
     def worker_of(self, source: Source) -> CaptureResult | None:
         """Return the result of the worker that recorded a trace. A replica on several nodes has
         several workers of one name.
