@@ -104,6 +104,17 @@ def test_a_plan_that_captures_nothing_is_a_finding(
     assert any(word in printed for word in ("nothing is captured", "none up to", "not captured"))
 
 
+@pytest.mark.parametrize("steps", ["-5", "0", "many"])
+def test_a_last_step_that_no_loop_has_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str
+) -> None:
+    """The first step of a loop is 1, so the last one is no lower."""
+    with pytest.raises(SystemExit) as ended:
+        planned(tmp_path, {"enable": True}, f"--steps={steps}")
+    assert ended.value.code == 2
+    assert f"--steps: {steps!r} is not an integer of at least 1" in capsys.readouterr().err
+
+
 def test_settings_inside_of_a_larger_file(tmp_path: Path) -> None:
     """A trainer's file holds them under ``profiling``, a run's ``run.json`` under ``config``."""
     for key in ("profiling", "config"):

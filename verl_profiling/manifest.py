@@ -127,6 +127,10 @@ class Work(msgspec.Struct, frozen=True, omit_defaults=True):
                 sums[name] = mine + theirs
         return Work(**sums)
 
+    def replaced_by(self, other: Work) -> Work:
+        """Return this work with the numbers that ``other`` has."""
+        return Work(**(msgspec.to_builtins(self) | msgspec.to_builtins(other)))
+
 
 class StageSpan(msgspec.Struct, frozen=True):
     """One execution of a stage (or of a named range inside a stage), in unix nanoseconds.

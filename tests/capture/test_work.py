@@ -55,6 +55,15 @@ def test_work_of_a_part_is_added_to_the_open_stages_around_it(tmp_path: Path) ->
     assert whole + OF_LENGTHS == Work(samples=9, tokens=30, tokens_squared=114)
 
 
+def test_facts_of_user_code_stand_and_the_parts_add_the_others(tmp_path: Path) -> None:
+    """A stage with ``given(samples=)`` around the work of a trainer keeps that number."""
+    with record_step(SPANS, tmp_path) as recorded, stage("update_actor").given(samples=3):
+        for number in (2, 3):
+            add_work({"micro_batches": number}, LENGTHS)
+    [span] = recorded.result.stages
+    assert span.work == Work(samples=3, tokens=20, tokens_squared=76, micro_batches=5)
+
+
 @pytest.mark.parametrize(
     ("facts", "left", "said"),
     [

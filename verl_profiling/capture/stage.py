@@ -183,7 +183,8 @@ class _StageWithWork(Stage):
         if sink is not None:
             begun = sink.begin(self.name)
             if isinstance(begun, OpenStage):
-                _give(begun, work_from(self.name, self._facts, self._lengths))
+                begun.given = work_from(self.name, self._facts, self._lengths)
+                _set_work(begun, begun.given)
 
 
 def replace_in_graphs(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
@@ -272,7 +273,8 @@ class OpenStage(Begun, eq=False, gc=False):
 
     ``parent`` is the enclosing stage, perhaps of another source: a loop and its worker may share a
     process. ``sums`` is set if the watch counts the stage: an outermost stage, or one inside a
-    weight update. ``mark`` is what ``SpanLog.begin_mark`` returned.
+    weight update. ``mark`` is what ``SpanLog.begin_mark`` returned. ``given`` is the part of
+    ``work`` that user code passed.
 
     The garbage collector does not track stages, so that thousands of them do not trigger it;
     :meth:`SpanLog.close` breaks the cycle of a log and its stages.
@@ -286,6 +288,7 @@ class OpenStage(Begun, eq=False, gc=False):
     end_ns: int = 0
     failed: bool = False
     work: Work | None = None
+    given: Work | None = None
 
     def depth(self) -> int:
         """Return the number of enclosing stages in the same log."""
@@ -335,6 +338,8 @@ the open stage is one of its parents.
 def add_work(facts: Mapping[str, object], lengths: Iterable[object]) -> None:
     """Add an amount of work to all open stages of this thread or task, in which it is done.
 
+    Numbers that user code passed for a stage stand as they are.
+
     Args:
         facts: Numbers by name, e.g. ``{"tokens": 512}``.
         lengths: Lengths of the sequences.
@@ -343,17 +348,17 @@ def add_work(facts: Mapping[str, object], lengths: Iterable[object]) -> None:
     work = None if stage is None else work_from(stage.name, facts, lengths)
     while stage is not None and work is not None:
         if not stage.end_ns:
-            _give(stage, work)
+            added = None if stage.work is stage.given else stage.work
+            total = work if added is None else added + work
+            _set_work(stage, total if stage.given is None else total.replaced_by(stage.given))
         stage = stage.parent
 
 
-def _give(stage: OpenStage, work: Work | None) -> None:
-    """Add an amount of work to a stage; the watch's list of outermost stages has it once."""
-    if stage.work is not None and work is not None:
-        stage.work += work
-        return
+def _set_work(stage: OpenStage, work: Work | None) -> None:
+    """Set the amount of work of a stage; the watch's list of outermost stages has it once."""
+    is_first = stage.work is None
     stage.work = work
-    if work is not None and isinstance(stage.sums, StageSums):
+    if is_first and work is not None and isinstance(stage.sums, StageSums):
         stage.sums.given.append(stage)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.commands import add_json, option, show
+from verl_profiling.commands import add_json, count, option, show
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.opener import read_small
 from verl_profiling.identity import ROLLOUT_ROLE, step_folder_name
@@ -94,7 +94,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", type=Path, metavar="CONFIG", help="settings, as YAML or JSON, or a run.json"
     )
-    option(parser, "--steps N", "number of the loop's last step", int)
+    option(parser, "--steps N", "number of the loop's last step", count)
     add_json(parser)
 
 
