@@ -52,13 +52,25 @@ def assert_whole(run: Run) -> None:
     ]
     for step in (2, 3):
         assert run.manifest(step).complete
-        statuses = {
-            (worker.name, worker.status, worker.reason) for worker in run.manifest(step).workers
-        }
-        assert {status for _, status, _ in statuses} == {"ok"}, statuses
+        for worker in run.manifest(step).workers:
+            if worker.name == "reward_rank0" and worker.status == "skipped":
+                assert_nothing_to_score(run, step)
+            else:
+                assert worker.status == "ok", (worker.name, worker.status, worker.reason)
     folder = str(run.save_path)
     for command in (["merge", folder], ["report", folder, "--save"], ["check", folder]):
         assert main(command) == 0
+
+
+def assert_nothing_to_score(run: Run, step: int) -> None:
+    """On a busy machine, a step may take samples that were all scored before it began."""
+    manifest = run.manifest(step)
+    scored = [
+        span
+        for span in run.trajectories(step).spans
+        if span.name == "reward" and manifest.begin_ns <= span.begin_ns <= manifest.end_ns
+    ]
+    assert not scored
 
 
 def assert_beside(manifest: Manifest) -> None:

@@ -234,6 +234,37 @@ def test_the_parts_of_a_weight_update_are_stages(fit: Callable[..., Any], tmp_pa
     assert (sums["update_weights/abort"].runs, sums["update_weights/resume"].runs) == (1, 2)
 
 
+class Actors:
+    """A worker group that has sent its weights at once."""
+
+    def update_weights(self, global_steps: int, mode: str) -> list[Any]:
+        import ray
+
+        return [ray.put({})]
+
+
+def test_steps_without_a_weight_update_keep_the_version(ray_cluster: None, tmp_path: Path) -> None:
+    """The warm-up of a critic: a step has the version that the engines got last."""
+
+    def fit(self: Any) -> None:
+        updates = manager()
+        updates.backend, updates.actor_wg = "naive", Actors()
+        updates.update_weights(0)
+        for self.global_steps in (1, 2, 3):
+            with timer("step", self.timing):
+                if self.global_steps == 3:
+                    updates.update_weights(3)
+
+    trainer_class(BASES[0], False, fit=fit)(
+        config_of(tmp_path, schedule={"steps": [2, 3]}, tool="spans")
+    ).fit()
+    versions = []
+    for step in (2, 3):
+        found = manifest(tmp_path, step)
+        versions.append((found.policy_version, found.metrics["policy_version/end"]))
+    assert versions == [(0, 0), (0, 3)]
+
+
 @pytest.mark.parametrize(("place", "loads"), [(BASES[0], ["load_prompts"]), (BASES[1], [])])
 def test_batches_and_logging_are_stages_between_steps(
     place: str, loads: list[str], tmp_path: Path

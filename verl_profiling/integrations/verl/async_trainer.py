@@ -87,7 +87,6 @@ class AsyncTrainerProfiler(Profiler):
 
     def ends(self, name: str) -> None:
         """Record the end of the step when its timer ends."""
-        super().ends(name)
         if name == _STEP:
             self._is_over = not self._by_version or self._version() == self._step
             if self._is_over:
@@ -100,9 +99,8 @@ class AsyncTrainerProfiler(Profiler):
             return False
         self._step = step
         self._is_over = False
-        self._policy_version = step - 1
         self._batch_version = self._generated_by
-        await self._callback.on_step_begin(step, step - 1)
+        await self._callback.on_step_begin(step, self.version_in(step))
         await self._callback.on_rollout_begin(in_background=True)
         return True
 
@@ -117,8 +115,7 @@ class AsyncTrainerProfiler(Profiler):
         if not self._is_over or self._step is None:
             return
         self._is_over = False
-        metrics = {"policy_version/end": self._step if self._by_version else self._policy_version}
-        metrics |= self.taken()
+        metrics = self.taken()
         if not self._by_version:
             metrics["policy_version/batch"] = self._batch_version
         await self._callback.on_rollout_end()
@@ -127,7 +124,7 @@ class AsyncTrainerProfiler(Profiler):
     @contextmanager
     def generation(self) -> Iterator[None]:
         """Record the generation of a batch as the stage ``rollout``, in the background of steps."""
-        self._generated_by = self._policy_version
+        self._generated_by = self.version_in(self.trainer.global_steps)
         self._callback.on_generation_begin()
         try:
             yield

@@ -23,7 +23,6 @@ from verl_profiling.watch.sinks import PREFIX, values_of
 
 logger = logging.getLogger(__name__)
 
-_WEIGHT_UPDATE = "update_weights"
 _OWN_PROFILER = ("start_profile", "stop_profile")
 _ONWARD_ONLY = ("wandb", "vemlp_wandb")
 """Trackers that reject values of earlier steps."""
@@ -63,6 +62,7 @@ class Profiler:
         settings: The profiling settings.
         summaries: Step summaries of the watch that are logged with verl's next steps.
         misfits: Sentences on data of the run that is not recorded, with the reasons.
+        sent_version: Number of the weights that the engines got last; ``None`` while unknown.
     """
 
     stages: Mapping[str, str] = TRAINER_STAGES
@@ -80,7 +80,7 @@ class Profiler:
         self.settings = settings
         self._callback = callback
         self.misfits: list[str] = []
-        self._policy_version = 0
+        self.sent_version: int | None = None
         self._taken: dict[str, int] = {}
         if hasattr(trainer, "_update_actor"):
             wrap(trainer, "_update_actor", self._taking)
@@ -101,9 +101,15 @@ class Profiler:
         return nullcontext() if name in _OWN_PROFILER else self.stage(self.stages.get(name, name))
 
     def ends(self, name: str) -> None:
-        """Update the policy version at the end of a timer."""
-        if name == _WEIGHT_UPDATE:
-            self._policy_version = getattr(self.trainer, "global_steps", self._policy_version)
+        """End what began with a timer; nothing by default."""
+
+    def version_in(self, step: int) -> int:
+        """Return the policy version of the engines in a step.
+
+        verl numbers new weights by the step that ends with them. Steps without an update, e.g. in
+        the warm-up of a critic, leave the version as it is.
+        """
+        return step - 1 if self.sent_version is None else self.sent_version
 
     def _taking(self, update: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         with suppress(Exception):  # a batch of a type without these fields
@@ -114,9 +120,11 @@ class Profiler:
 
     def taken(self) -> dict[str, int]:
         """Return the numbers of samples that the training took in this step, and of their tokens
-        where verl counts them.
+        where verl counts them; and the policy version that the engines have got, if any.
         """
         taken, self._taken = self._taken, {}
+        if self.sent_version is not None:
+            taken["policy_version/end"] = self.sent_version
         return taken
 
     def stage(self, name: str) -> AbstractContextManager[None]:

@@ -123,9 +123,8 @@ class TrainerProfiler(Profiler):
 
     def ends(self, name: str) -> None:
         """End the step or the rollout when its timer ends."""
-        super().ends(name)
         if name == _STEP and self is active_profiler():
-            self._callback.on_step_end({"policy_version/end": self._policy_version, **self.taken()})
+            self._callback.on_step_end(self.taken())
         elif name == _ROLLOUT:
             self._generating = False
             self._callback.on_rollout_end()
@@ -143,11 +142,8 @@ class TrainerProfiler(Profiler):
                 f"{type(self.trainer).__name__} has no global_steps, so its steps have no numbers"
             )
             return
-        # In verl 0.9, synchronous trainers send a step's weights to the engines at the end of the
-        # step.
-        self._policy_version = step - 1
         self._generating = False
-        self._callback.on_step_begin(step, self._policy_version)
+        self._callback.on_step_begin(step, self.version_in(step))
 
 
 def hook_timers(module: Any) -> None:
@@ -207,15 +203,36 @@ def _stored(
 
 
 def hook_weight_sync(module: Any) -> None:
-    """Mark the parts of a weight update that the trainer runs, inside verl's ``auto_await``."""
+    """Mark the parts of a weight update that the trainer runs, and note the version that it
+    sends.
+    """
     manager = module.CheckpointEngineManager
     for name, marked in WEIGHT_SYNC_STAGES.items():
-        coroutine = getattr(getattr(manager, name, None), "__wrapped__", None)
-        if coroutine is not None:
-            setattr(manager, name, coroutine)
-        mark(manager, name, partial(awaited_stage, marked))
-        if coroutine is not None:
-            setattr(manager, name, module.auto_await(getattr(manager, name)))
+        with _inside_auto_await(module, manager, name):
+            mark(manager, name, partial(awaited_stage, marked))
+    with _inside_auto_await(module, manager, "update_weights"):
+        wrap(manager, "update_weights", _noted_version)
+
+
+@contextmanager
+def _inside_auto_await(module: Any, manager: type[Any], name: str) -> Iterator[None]:
+    """Let the block hook a coroutine method inside of verl's ``auto_await``."""
+    coroutine = getattr(getattr(manager, name, None), "__wrapped__", None)
+    if coroutine is not None:
+        setattr(manager, name, coroutine)
+    yield
+    if coroutine is not None:
+        setattr(manager, name, module.auto_await(getattr(manager, name)))
+
+
+async def _noted_version(
+    update_weights: Callable[..., Any], self: Any, global_steps: int | None = None
+) -> Any:
+    result = await update_weights(self, global_steps)
+    profiler = active_profiler()
+    if profiler is not None and global_steps is not None:
+        profiler.sent_version = global_steps
+    return result
 
 
 def hook_v1_trainer(module: Any) -> None:
