@@ -17,7 +17,7 @@ from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.groups import RoleConfig
 from verl_profiling.workers import RewardCaptureMixin
-from verl_profiling.workers.rollout import make_recorder
+from verl_profiling.engines.replica import make_recorder
 
 ACTOR = WorkerIdentity(role="actor")
 

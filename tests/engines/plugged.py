@@ -78,7 +78,7 @@ def serving(
             [sys.executable, *map(str, command)], env=environment, stdout=file, stderr=file
         )
     try:
-        for _ in range(240):
+        for _ in range(900):
             assert server.poll() is None, log.read_text()[-3000:]
             try:
                 urllib.request.urlopen(f"{url}/health", timeout=5).close()

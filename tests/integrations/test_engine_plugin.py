@@ -136,7 +136,7 @@ def make_vllm(folder: Path, arguments: str) -> None:
         ("", "", "has no attribute 'EngineArgs'"),
         ("", "class EngineArgs: ...", "EngineArgs has no method create_engine_config"),
         ("wrapt", "", "import of wrapt halted"),
-        ("verl_profiling.workers", "", "import of verl_profiling.workers halted"),
+        ("verl_profiling.engines.replica", "", "import of verl_profiling.engines.replica halted"),
     ],
 )
 def test_an_engine_runs_on_without_what_it_or_the_package_lacks(
@@ -188,8 +188,13 @@ def test_a_profiler_that_the_user_has_chosen_stays(
 
 SGLANG = {
     "managers/tokenizer_manager.py": """
+class Arguments:
+    tokenizer_worker_num = 1
+    nnodes = dp_size = 1
+    node_rank = 0
+
 class TokenizerManager:
-    server_args = None
+    server_args = Arguments()
     async def generate_request(self, prompt):
         yield "a response"
 """,
@@ -211,24 +216,38 @@ from verl_profiling.integrations.engine_plugin import in_sglang
 in_sglang()
 from sglang.srt.entrypoints.engine import Engine
 engine = Engine()
+engine.tokenizer_manager.server_args.tokenizer_worker_num = {workers}
 print(engine.generate(1), engine.generate(2))
 """
 
 
+@pytest.mark.parametrize(
+    ("enable", "workers", "reason"),
+    [
+        (False, 1, "switched off for role rollout"),
+        (True, 2, "several tokenizer workers divide the requests"),
+    ],
+)
 def test_an_engine_of_sglang_is_tried_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_python: RunPython
+    enable: bool,
+    workers: int,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_python: RunPython,
 ) -> None:
     """Its requests come to the plugin by the engine and by the tokenizer manager."""
     for name, content in SGLANG.items():
         path = tmp_path / "sglang" / "srt" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-    (tmp_path / "settings.json").write_text('{"roles": {"rollout": {"enable": false}}}')
+    settings = {"save_path": "run", "roles": {"rollout": {"enable": enable}}}
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
     monkeypatch.setenv("VERL_PROFILING_RUN", "settings.json")
-    run = run_python(GENERATING)
+    run = run_python(GENERATING.format(workers=workers))
     assert run.stdout == "['a response'] ['a response']\n"
     [line] = run.stderr.splitlines()
-    assert "switched off for role rollout" in line
+    assert reason in line
 
 
 DELETING = """
@@ -260,6 +279,85 @@ def test_an_engine_that_the_program_deletes_is_freed(
     assert worker["tools"] == [tool]
 
 
+TAKING_OVER = """
+from verl_profiling.integrations.engine_plugin import in_vllm
+in_vllm()
+from vllm.entrypoints.llm import LLM
+from verl_profiling import ProfilingCallback
+from verl_profiling.workers import VLLMCaptureMixin
+
+config = {"enable": True, "save_path": "loop", "tool": "spans", "schedule": {"steps": [2]}}
+
+class Server(VLLMCaptureMixin):
+    def __init__(self):
+        self.engine = LLM()
+        self.engine.generate()
+        self.init_capture(config)
+        self.init_capture(config)
+
+server = Server()
+with ProfilingCallback(config) as profiling:
+    profiling.add_rollout(server)
+    profiling.on_step_begin(2)
+    server.engine.generate()
+    profiling.on_step_end()
+"""
+
+
+def test_a_mixin_takes_an_engine_over_from_the_plugin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_python: RunPython
+) -> None:
+    """Each request is recorded once, also where a mixin is set up after the first one, or twice."""
+    make_vllm(tmp_path, "class EngineArgs: ...")
+    settings = {"save_path": "run", "tool": "spans", "schedule": {"every": 1}}
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    monkeypatch.setenv("VERL_PROFILING_RUN", "settings.json")
+    run_python(TAKING_OVER)
+    for run, step in {"run": "step_000001", "loop": "step_000002"}.items():
+        [folder] = (tmp_path / run).glob("step_*")
+        assert folder.name == step
+        [worker] = json.loads((folder / "manifest.json").read_text())["workers"]
+        assert len(worker["requests"]) == 1
+
+
+STARLETTE = """
+import time
+from verl_profiling.workers import RequestLog
+
+log = RequestLog()
+
+class Starlette:
+    async def __call__(self, scope, receive, send):
+        read_ns = time.time_ns()
+        for is_first in (True, False):
+            with log.open() as request:
+                assert (request.begin_ns <= read_ns) is is_first
+                time.sleep(0.001)
+"""
+SERVING = """
+import asyncio
+from verl_profiling.integrations.engine_plugin import in_sglang
+in_sglang()
+from starlette.applications import Starlette, log
+for _ in range(2):
+    asyncio.run(Starlette()({}, None, None))
+assert log.begun == 4
+"""
+
+
+def test_a_request_begins_with_its_http_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_python: RunPython
+) -> None:
+    """A server reads, checks and tokenizes it before the engine has it; a second request of a
+    server's own, e.g. after a tool, begins later.
+    """
+    (tmp_path / "starlette").mkdir()
+    (tmp_path / "starlette" / "__init__.py").write_text("")
+    (tmp_path / "starlette" / "applications.py").write_text(STARLETTE)
+    monkeypatch.setenv("VERL_PROFILING_RUN", "run")
+    run_python(SERVING)
+
+
 RECORDED = """
 import asyncio, json, sys, time
 from pathlib import Path
@@ -267,11 +365,11 @@ from verl_profiling.cli import main
 from verl_profiling.integrations import engine_loop
 from verl_profiling.workers import RequestLog
 
-class Server(engine_loop.EngineServer):
-    def init_capture(self, config, engine):
-        super().init_capture(config, requests=engine.requests)
+class Replica(engine_loop.EngineReplica):
+    def __init__(self, config, engine, **options):
+        super().__init__(config, requests=engine.requests, **options)
 
-engine_loop.EngineServer = Server
+engine_loop.EngineReplica = Replica
 
 class Engine:
     def __init__(self):
@@ -283,7 +381,7 @@ REFUSING = """
 async def start_capture(self, request):
     raise RuntimeError("the engine's profiler is on already")
 
-Server.start_capture = start_capture
+Replica.start_capture = start_capture
 engine = Engine()
 engine_loop.start_recorder("settings.json", engine, ["generate"])
 assert engine.generate() == "a response"
@@ -299,6 +397,33 @@ def test_strict_settings_of_a_training_loop_fail_no_request(
     run_python(RECORDED + REFUSING)
     manifest = json.loads((tmp_path / "run" / "step_000001" / "manifest.json").read_text())
     assert "profiler is on already" in json.dumps(manifest["workers"])
+
+
+RAISING = """
+class Failing(Engine):
+    def generate(self):
+        raise ValueError("a bad prompt")
+
+engine = Failing()
+engine_loop.start_recorder("settings.json", engine, ["generate"])
+for _ in range(2):
+    try:
+        engine.generate()
+    except ValueError as error:
+        assert str(error) == "a bad prompt"
+"""
+
+
+def test_a_batch_that_raises_is_no_complete_step(tmp_path: Path, run_python: RunPython) -> None:
+    """The next one is a step of its own."""
+    settings = {"save_path": "run", "tool": "spans", "schedule": {"steps": [1, 2]}}
+    (tmp_path / "settings.json").write_text(json.dumps({**settings, "watch": {"enable": True}}))
+    run = run_python(RECORDED + RAISING)
+    for step in ("step_000001", "step_000002"):
+        manifest = json.loads((tmp_path / "run" / step / "manifest.json").read_text())
+        assert not manifest["complete"]
+        assert any("a bad prompt" in note for note in manifest["notes"])
+    assert "on_step" not in run.stderr
 
 
 SHORT = """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncGenerator, Callable
+from contextvars import ContextVar
 from numbers import Integral
 from typing import Any
 
@@ -18,6 +19,10 @@ from verl_profiling.watch.sums import Busy
 
 _LONGEST_ID = 200
 _MOST_REFUSED = 1000  # refused requests that a client may send again; the oldest are forgotten
+_LOG, _UNLOGGED = "_verl_profiling_log", "_verl_profiling_unlogged"
+
+_arrived_ns: ContextVar[int] = ContextVar("arrived_ns", default=0)
+"""Time (unix ns) at which the HTTP request of this task came in; 0 where it is unknown."""
 
 
 class RequestLog:
@@ -43,6 +48,7 @@ class RequestLog:
         pending_since_ns: Begin times (ns) of the requests that were unfinished at :meth:`end`, in
             order.
         begun: Number of requests that began.
+        is_replaced: Whether another log has taken over the requests of the engine.
     """
 
     def __init__(self) -> None:
@@ -51,6 +57,7 @@ class RequestLog:
         self.policy_versions: list[int] = []
         self.pending_since_ns: list[int] = []
         self.begun = 0
+        self.is_replaced = False
         self.replica = 0
         self._open: set[OpenRequest] = set()
         self._refused_ns: dict[str, int] = {}
@@ -132,13 +139,13 @@ class RequestLog:
                 calls the method and logs the requests.
             method: Name of the method.
         """
-        generate = getattr(engine, method)
+        generate = self._unlogged(engine, method)
 
         @functools.wraps(generate)
         def watched(*args: Any, **kwargs: Any) -> Any:
             return logged(generate, *args, **kwargs)
 
-        setattr(engine, method, watched)
+        self._put(engine, method, watched, generate)
 
     def watch_streams(self, engine: Any, method: str, logged: Callable[..., Any]) -> None:
         """Wrap the method of an engine that returns the stream of a request.
@@ -149,7 +156,7 @@ class RequestLog:
             logged: Function that gets the original stream and the arguments of the call, and
                 returns a wrapped stream.
         """
-        generate = getattr(engine, method)
+        generate = self._unlogged(engine, method)
 
         @functools.wraps(generate)
         def watched(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
@@ -160,6 +167,19 @@ class RequestLog:
                 else logged(stream, *args, **kwargs)
             )
 
+        self._put(engine, method, watched, generate)
+
+    def _unlogged(self, engine: Any, method: str) -> Any:
+        """Return a method without the wrapper of an earlier log, which gets no further requests."""
+        function = getattr(engine, method)
+        earlier: RequestLog | None = getattr(function, _LOG, None)
+        if earlier is not None:
+            earlier.is_replaced = True
+        return getattr(function, _UNLOGGED, function)
+
+    def _put(self, engine: Any, method: str, watched: Any, unlogged: Any) -> None:
+        setattr(watched, _LOG, self)
+        setattr(watched, _UNLOGGED, unlogged)
         setattr(engine, method, watched)
 
     def open(self, prompt_tokens: int = 0, id: str = "") -> OpenRequest:
@@ -169,7 +189,7 @@ class RequestLog:
             prompt_tokens: Length of the prompt, if it is known already.
             id: The client's id of the request; a span with ``request=id`` refers to it.
         """
-        begin_ns = self._refused_ns.pop(id, 0) or clock.now_ns()
+        begin_ns = self._refused_ns.pop(id, 0) or _taken_arrival_ns() or clock.now_ns()
         request = OpenRequest(id, prompt_tokens, self, self._policy_version, begin_ns)
         self._open.add(request)
         self.begun += 1
@@ -307,6 +327,18 @@ class OpenRequest(msgspec.Struct, eq=False):
                 return 0, 0, self._first_output_ns, 0
             before = time_ns or before
         return times
+
+
+def note_arrival() -> None:
+    """Let the first request to an engine that this task makes begin now, with its HTTP request."""
+    _arrived_ns.set(clock.now_ns())
+
+
+def _taken_arrival_ns() -> int:
+    time_ns = _arrived_ns.get()
+    if time_ns:
+        _arrived_ns.set(0)  # an HTTP request that runs tools makes several requests in a row
+    return time_ns
 
 
 def _count(value: object) -> int | None:

@@ -14,10 +14,11 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,10 +30,11 @@ from verl_profiling import ProfilingCallback, ProfilingConfig
 from verl_profiling.capture.session import process_session
 from verl_profiling.controller.run_claim import check_folder
 from verl_profiling.engines import adapter_named
-from verl_profiling.errors import ConfigError
+from verl_profiling.engines.replica import EngineReplica
+from verl_profiling.engines.request_log import RequestLog
+from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.files.opener import read_small
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.workers import RequestLog, RolloutCaptureMixin
 from verl_profiling.workers.processes import join_run
 
 logger = logging.getLogger(__name__)
@@ -106,50 +108,69 @@ def start_recorder(place: str, engine: Any, batch_methods: Sequence[str] = ()) -
             an engine that serves requests at any time.
     """
     config = settings(place)
-    taker = recorded(engine)
-    told_of = getattr(taker, "tokenizer_manager", taker)  # SGLang's Engine passes requests to it
+    told_of = getattr(engine, "tokenizer_manager", engine)  # SGLang's Engine passes requests to it
     if config is None or told_of in _started:
         return
     _started.add(told_of)
-    server = EngineServer()
     try:
+        _check_whole(told_of)
         event_loop = None if batch_methods else asyncio.get_running_loop()
-        if join_run(config.local_folder, server, taker, event_loop):
+        set_up = partial(_replica, weakref.ref(engine))  # a program may delete its engine
+        joins = partial(join_run, config.local_folder, set_up, event_loop)
+        if joins():
             return
         callback = ProfilingCallback(config, blocks_event_loop=True)
-        server.init_capture(config, engine=taker)
-        callback.add_rollout(server, loop=event_loop)
-        EngineLoop(callback, server.requests).begin(engine, batch_methods)
+        replica = set_up(config, 0)
+        if replica.requests is None:
+            raise ConfigError("", replica.idle_reason)
+        callback.add_rollout(replica, loop=event_loop)
+        EngineLoop(callback, replica.requests, joins).begin(engine, batch_methods)
     except Exception as error:
         _say(error)
 
 
-class EngineServer(RolloutCaptureMixin):
-    """The rollout worker of the engine, which the callback calls to start and stop captures."""
+def _check_whole(engine: Any) -> None:
+    """Refuse an engine whose requests go through several processes, each with a part of them.
 
-    @property
-    def requests(self) -> RequestLog:
-        """The log of the engine's requests.
+    Raises:
+        ConfigError: There are several API servers of vLLM, or tokenizer workers of SGLang.
+    """
+    vllm_config = getattr(engine, "vllm_config", None)
+    parallel = getattr(vllm_config, "parallel_config", None)
+    if getattr(parallel, "_api_process_count", 1) > 1:
+        raise ConfigError("", "several API servers divide the requests; set --api-server-count 1")
+    arguments = getattr(engine, "server_args", None)
+    if getattr(arguments, "tokenizer_worker_num", 1) > 1:
+        raise ConfigError("", "several tokenizer workers divide the requests; use one")
 
-        Raises:
-            ConfigError: The settings record no rollout.
-        """
-        if self._capture_recorder is None:
-            raise ConfigError("", self._capture_idle_reason)
-        return self._capture_recorder.requests
+
+def _replica(held: Callable[[], Any], config: Any, index: int) -> EngineReplica:
+    """Return the worker of an engine, which the callback calls.
+
+    Raises:
+        CaptureStateError: The program has deleted its engine.
+    """
+    engine = held()
+    if engine is None:
+        raise CaptureStateError("the program has deleted its engine")
+    return EngineReplica(ProfilingConfig.from_any(config), recorded(engine), replica=index)
 
 
 class EngineLoop:
     """Calls the hooks of a callback for the work of one engine.
 
     Args:
-        callback: The callback, to which the :class:`EngineServer` was added.
+        callback: The callback, to which the engine was added.
         requests: The log of the engine's requests.
+        joins: Lets the callback of a training loop record the engine; returns whether there is one.
     """
 
-    def __init__(self, callback: ProfilingCallback, requests: RequestLog) -> None:
+    def __init__(
+        self, callback: ProfilingCallback, requests: RequestLog, joins: Callable[[], bool]
+    ) -> None:
         self._callback = callback
         self._requests = requests
+        self._join_run: Callable[[], bool] | None = joins
         self._number = 0
         self._begin_s = 0.0
         self._ended_before = 0
@@ -188,10 +209,27 @@ class EngineLoop:
         atexit.register(self._end)
 
     def _end(self) -> None:
+        atexit.unregister(self._end)
         self._ended.set()
-        if self._thread is not None:
+        if self._thread not in (None, threading.current_thread()):
             self._thread.join(_EXIT_S)
+        if self._sums is not None:
+            self._sums.tokens.remove(self._idle_ns)
         self._callback.on_train_end()
+
+    def _gives_way(self) -> bool:
+        """End the run if a mixin, or the callback of a training loop, records the engine from now
+        on; return whether it is so.
+        """
+        if not self._requests.is_replaced and self._join_run is not None:
+            try:
+                self._join_run()
+            except Exception as error:
+                self._join_run = None
+                logger.error("VERL_PROFILING_RUN: %s; this engine is in no training loop", error)
+        if self._requests.is_replaced:
+            self._end()
+        return self._requests.is_replaced
 
     def _idle_ns(self) -> int:
         """Return a number that the watch takes for progress when it changes.
@@ -209,9 +247,13 @@ class EngineLoop:
         self._end_at_exit()
         self._callback.on_rollout_begin()
 
-    def _end_step(self) -> None:
+    def _end_step(self, error: BaseException | None = None) -> None:
         self._callback.on_rollout_end()
-        self._callback.on_step_end()
+        if error is not None:
+            self._callback.on_stages_end()
+            self._callback.on_exception(error)
+        else:
+            self._callback.on_step_end()
 
     # An engine whose methods return a whole batch.
 
@@ -223,15 +265,23 @@ class EngineLoop:
 
         @functools.wraps(call)
         def in_a_step(*args: Any, **kwargs: Any) -> Any:
-            if self._requests.running:  # chat of an older vLLM calls generate
-                return call(*args, **kwargs)
+            if self._requests.running or self._ended.is_set():
+                return call(*args, **kwargs)  # chat of an older vLLM calls generate
+            with _hidden_event_loop():
+                gives_way = self._gives_way()
+            if gives_way:
+                return getattr(engine, method)(*args, **kwargs)
             with _hidden_event_loop():
                 self._begin_step()
             try:
-                return call(*args, **kwargs)
-            finally:
+                response = call(*args, **kwargs)
+            except BaseException as error:
                 with _hidden_event_loop():
-                    self._end_step()
+                    self._end_step(error)
+                raise
+            with _hidden_event_loop():
+                self._end_step()
+            return response
 
         setattr(engine, method, in_a_step)
 
@@ -240,7 +290,9 @@ class EngineLoop:
     def _make_steps(self) -> None:
         """Make steps until the process ends, on a thread that never blocks the engine."""
         while not self._ended.wait(_LOOK_S):
-            if self._requests.running or self._callback.requested:
+            if self._requests.running or self._callback.requested or self._requests.is_replaced:
+                if self._gives_way():
+                    return
                 self._begin_step()
                 self._wait_for_end()
                 self._end_step()
@@ -249,7 +301,7 @@ class EngineLoop:
         """Wait for a second without requests, or until the step has its longest duration."""
         begun = self._ended_before
         busy_s = time.monotonic()
-        while not self._ended.wait(_LOOK_S):
+        while not self._ended.wait(_LOOK_S) and not self._requests.is_replaced:
             now_s = time.monotonic()
             if self._requests.running or self._requests.begun > begun:
                 begun, busy_s = self._requests.begun, now_s

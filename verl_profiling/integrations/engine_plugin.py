@@ -35,12 +35,14 @@ def in_vllm() -> None:
     _hook("vllm.engine.arg_utils", _hook_arguments)
     _hook("vllm.v1.engine.async_llm", _hook_async_llm)
     _hook("vllm.entrypoints.llm", _hook_llm)
+    _hook("starlette.applications", _hook_server)
 
 
 def in_sglang() -> None:
     """Hook SGLang; the entry point ``verl_profiling`` of its general plugins."""
     _hook("sglang.srt.managers.tokenizer_manager", _hook_tokenizer_manager)
     _hook("sglang.srt.entrypoints.engine", _hook_sglang_engine)
+    _hook("starlette.applications", _hook_server)
 
 
 def _hook(module: str, put_in: Any) -> None:
@@ -104,6 +106,22 @@ def _hook_tokenizer_manager(module: Any) -> None:
 
 def _hook_sglang_engine(module: Any) -> None:
     _wrap(module.Engine, "generate", _first_request("generate", BATCH_METHODS))
+
+
+def _hook_server(module: Any) -> None:
+    """Let requests of an HTTP server begin when they come in, before they are read and checked."""
+
+    async def serve(function: Any, self: Any, scope: Any, *args: Any, **kwargs: Any) -> None:
+        _tried(_note_arrival)
+        await function(self, scope, *args, **kwargs)
+
+    _wrap(module.Starlette, "__call__", serve)
+
+
+def _note_arrival() -> None:
+    from verl_profiling.engines.request_log import note_arrival
+
+    note_arrival()
 
 
 def _wrap(owner: Any, method: str, wrapper: Any) -> None:

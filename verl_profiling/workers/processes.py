@@ -10,10 +10,12 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from queue import SimpleQueue
@@ -43,8 +45,13 @@ _OWN = 0o600
 _OTHERS_WRITE = 0o022
 _ANSWER_S = 5.0  # longest wait for the callback's answer, which holds up an engine's first request
 
+_LOOK_S = 1.0  # a loop that is started again takes longer to its first step
+
 _NO_LIMIT_S = 1e9
 """Timeout of a call here: it is the callback that waits with a timeout."""
+
+ServerMaker = Callable[[dict[str, Any] | None, int], Any]
+"""Makes the worker of an engine, from a callback's settings and the index of the replica."""
 
 _connections: WeakSet[Connection | Listener] = WeakSet()
 
@@ -168,7 +175,7 @@ class EngineProcesses(WorkerProcesses):
     """Engines in processes that the user's code does not prepare, for ``add_rollout``.
 
     In such a process, ``VERL_PROFILING_RUN`` switches on the plugin for vLLM and SGLang. An engine
-    of this host then joins at its first request, as the first replica that is free.
+    of this host then joins at its next step, as the first replica that is free.
 
     Args:
         config: The same settings as the callback's.
@@ -179,7 +186,7 @@ class EngineProcesses(WorkerProcesses):
         OSError: The run's folder cannot be written.
     """
 
-    _absent = "has not joined: an engine with VERL_PROFILING_RUN set does so at its first request"
+    _absent = "has not joined: an engine with VERL_PROFILING_RUN set does so at a request"
 
     def __init__(
         self, config: ProfilingConfig | Mapping[str, Any] | None, replicas: int = 1
@@ -207,15 +214,14 @@ class CallbackPlace(msgspec.Struct, kw_only=True):
     process: ProcessId
 
 
-def join_run(
-    folder: Path, server: Any, engine: Any, loop: asyncio.AbstractEventLoop | None
-) -> bool:
-    """Let the callback of a run record an engine of this process.
+def join_run(folder: Path, set_up: ServerMaker, loop: asyncio.AbstractEventLoop | None) -> bool:
+    """Let the callback of a run record an engine of this process, and after it each later one,
+    e.g. of a loop that is started again.
 
     Args:
         folder: The run's folder.
-        server: The worker that the callback calls; its ``init_capture`` is called here.
-        engine: The engine of the server.
+        set_up: Makes the worker that a callback calls, from the callback's settings and the index
+            of the replica.
         loop: Event loop on which the worker's coroutines run.
 
     Returns:
@@ -224,33 +230,65 @@ def join_run(
     Raises:
         ProfilingError: The callback refuses the engine, or cannot record it.
     """
-    place = _callback_in(folder)
-    if place is None or not place.process.alive():
-        return False
-    connection, replica, settings = _join(place.address, None)
-    try:
-        server.init_capture(settings, engine=engine, replica=replica)
-        [target] = make_targets(ROLLOUT_ROLE, server, loop)
-    except BaseException:
-        connection.close()
-        raise
-    _start(_answer, connection, target)
-    return True
+    address = _callback_in(folder)
+    if address:
+        member = _RunMember(folder, set_up, loop)
+        _start(member.answer, *member.join(address))
+    return bool(address)
 
 
-def _callback_in(folder: Path) -> CallbackPlace | None:
-    """Read the file of a callback; ``None`` unless this user, and nobody else, can have written it.
+@dataclass
+class _RunMember:
+    """An engine of this process that the callbacks of a run record one after another."""
 
-    The messages at the socket that it names are unpickled, so its writer could run any code here.
+    folder: Path
+    set_up: ServerMaker
+    loop: asyncio.AbstractEventLoop | None
+    address: str = ""
+
+    def join(self, address: str) -> tuple[Connection, Target]:
+        self.address = address
+        connection, replica, settings = _join(address, None)
+        try:
+            [target] = make_targets(ROLLOUT_ROLE, self.set_up(settings, replica), self.loop)
+        except BaseException:
+            connection.close()
+            raise
+        return connection, target
+
+    def answer(self, connection: Connection, target: Target) -> None:
+        """Answer the calls of each callback until it ends."""
+        while True:
+            _answer(connection, target)
+            connection, target = self._join_next()
+
+    def _join_next(self) -> tuple[Connection, Target]:
+        while True:
+            address = _callback_in(self.folder)
+            if address in ("", self.address):
+                time.sleep(_LOOK_S)
+                continue
+            try:
+                return self.join(address)
+            except Exception as error:
+                logger.error("the next callback of %s: %s", self.folder, error)
+
+
+def _callback_in(folder: Path) -> str:
+    """Return the address of a callback that lives; empty unless this user, and nobody else, can
+    have written its file.
+
+    The messages at the socket are unpickled, so the writer of the file could run any code here.
     """
     try:
         with opened(folder / CALLBACK) as file:
             state = os.fstat(file.fileno())
             if state.st_uid != os.geteuid() or state.st_mode & _OTHERS_WRITE:
-                return None
-            return msgspec.json.decode(file.read(), type=CallbackPlace)
+                return ""
+            place = msgspec.json.decode(file.read(), type=CallbackPlace)
     except (OSError, *UNDECODABLE):
-        return None
+        return ""
+    return place.address if place.process.alive() else ""
 
 
 class _Member:
