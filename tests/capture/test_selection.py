@@ -13,11 +13,11 @@ from example_loops import request, settings
 from verl_profiling import ConfigError, stage, trajectory
 from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import CaptureSelection
+from verl_profiling.engines.replica import make_recorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.groups import RoleConfig
 from verl_profiling.workers import RewardCaptureMixin
-from verl_profiling.engines.replica import make_recorder
 
 ACTOR = WorkerIdentity(role="actor")
 
