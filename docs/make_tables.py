@@ -195,7 +195,7 @@ def cells(row: Any) -> Iterator[str]:
         elif field in ("pattern", "example"):
             yield f"`{value}`".replace("|", r"\|")
         else:
-            yield value
+            yield str(value)
 
 
 def tables_in(page: Path) -> Iterator[str]:

@@ -152,7 +152,7 @@ def test_a_frame_that_does_not_exist_lists_those_that_do(
     with pytest.raises(ConfigError, match="unknown table 'worker'; did you mean 'workers'"):
         step.to_frame("worker")
     for wrong in (None, 3, "__class__", "notes"):
-        with pytest.raises(ConfigError, match="choose from: around_the_step, collectives"):
+        with pytest.raises(ConfigError, match="choose from: achieved, around_the_step, coll"):
             step.to_frame(wrong)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ToolUnavailableError, match=r"pip install 'verl-profiling\[analysis\]'"):

@@ -82,6 +82,23 @@ def test_settings_are_read_from_profiling(tmp_path: Path, monkeypatch: pytest.Mo
     assert (settings.mode, settings.save_path) == ("discrete", str(tmp_path / "here"))
 
 
+def test_the_sizes_of_policy_and_critic_are_those_of_their_folders(tmp_path: Path) -> None:
+    """Unless the settings have them; adapters, and folders of other hosts, have none."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "hidden_size": 64}')
+    config = verl_config(profiling={"enable": True})
+    config.actor_rollout_ref.model = {"path": str(tmp_path), "lora_rank": 0}
+    config.critic.model = {"path": "hdfs://elsewhere/model"}
+    settings = settings_of(config)
+    assert settings is not None
+    assert settings.model == {"model_type": "qwen2", "hidden_size": 64}
+    assert not settings.roles
+    config.actor_rollout_ref.model.lora_rank, config.critic.model.path = 8, str(tmp_path)
+    settings = settings_of(config)
+    assert settings is not None
+    assert settings.model is None
+    assert settings.roles["critic"].model == {"model_type": "qwen2", "hidden_size": 64}
+
+
 @pytest.mark.parametrize(
     ("resume_mode", "run_id", "expected"),
     [

@@ -48,6 +48,18 @@ class Iteration(NamedTuple):
     again: int = 0
 
 
+class Attention(NamedTuple):
+    """Work of the attention of one engine iteration; :data:`UNKNOWN_TOKENS` if not in its name.
+
+    Attributes:
+        pairs: Pairs of a scheduled token with itself or a token before it, in its sequence.
+        cached: Sum of the lengths of all sequences, with their scheduled tokens.
+    """
+
+    pairs: int = UNKNOWN_TOKENS
+    cached: int = UNKNOWN_TOKENS
+
+
 # vLLM (its v1/worker/gpu_worker.py): tokens by context and generation, seen in 0.32. In 0.10.2 to
 # 0.14 (PRs 22496, 31193) numbers of requests only; with detailed annotations (PR 37524) tokens,
 # then sums of lengths.
@@ -114,3 +126,24 @@ def parse_iteration(name: str) -> Iteration | None:
         if begin.match(name):
             return parse(name)
     return None
+
+
+# Of context and generation: sums of query lengths (sq), of lengths with what is cached (sk), of
+# squared query lengths, and of products of both.
+_SUMS = re.compile(
+    r"sq=?(\d{1,12})(?: ._)?sk=?(\d{1,12})(?: ._)?sqsq=?(\d{1,15})(?: ._)?sqsk=?(\d{1,15})",
+    re.ASCII,
+)
+
+
+def attention_of(name: str) -> Attention:
+    """Return the work of attention that the name of an engine iteration has.
+
+    The last of ``q`` tokens of a sequence of ``k`` looks at ``k`` tokens, the one before it at
+    ``k - 1``: these are ``q * k - q * (q - 1) / 2`` pairs.
+    """
+    sums = [tuple(map(int, match.groups())) for match in _SUMS.finditer(name)]
+    if len(sums) != 2:
+        return Attention()
+    pairs = sum(products - (squares - queries) // 2 for queries, _, squares, products in sums)
+    return Attention(pairs, sum(cached for _, cached, _, _ in sums))

@@ -328,6 +328,40 @@ class WorkRow(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: int | None = None
 
 
+class AchievedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The operations per second of a lane in a stage, and the bytes per second of decoding.
+
+    Attributes:
+        lane: Name of the worker, or of a rank of an engine.
+        stage: The stage; ``prefill`` and ``decode`` of an engine; ``(step)`` for all of them, over
+            the duration of the step.
+        device: Model of the device, e.g. ``NVIDIA H200``; empty if unknown, or a CPU.
+        duration_us: Time in the stage, with waits.
+        operations: Floating-point operations that the model needs for the lane's share of the work.
+        teraflops: Operations per second, in units of 10^12.
+        compute_share: ``teraflops`` as a share of the device's peak (dense bfloat16); ``None`` for
+            a device with an unknown peak. Of training, this is the MFU.
+        gigabytes: Bytes per second that decoding has to read, in units of 10^9: weights, and cached
+            keys and values.
+        memory_share: ``gigabytes`` as a share of the device's bandwidth.
+    """
+
+    columns: ClassVar[str] = (
+        "lane, stage, time=duration_us, +operations, TFLOP/s=teraflops, of peak=compute_share, "
+        "GB/s=gigabytes, of bandwidth=memory_share, +device"
+    )
+
+    lane: str
+    stage: str
+    device: str
+    duration_us: float
+    operations: float
+    teraflops: float
+    compute_share: float | None = None
+    gigabytes: float | None = None
+    memory_share: float | None = None
+
+
 class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
     """Waits of the ranks of a process group for each other in a collective.
 

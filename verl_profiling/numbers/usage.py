@@ -184,10 +184,10 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
     """
     iterations = lane.iterations[~holding(step.during(VALIDATE), lane.iterations[:, 0])]
     # vLLM runs an iteration without tokens after its last request
-    iterations = iterations[iterations[:, 2:].any(axis=1)]
+    iterations = iterations[iterations[:, 2:5].any(axis=1)]
     took = iterations[:, 1] - iterations[:, 0]
     prefill = iterations[:, 2] != 0
-    counts = iterations[:, 2:]
+    counts = iterations[:, 2:5]
     is_unknown = (counts == UNKNOWN_TOKENS).any(axis=0)
     scheduled = Iteration(*np.where(is_unknown, UNKNOWN_TOKENS, counts.sum(axis=0)).tolist())
     rollout = step.during(ROLLOUT)

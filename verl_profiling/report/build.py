@@ -10,10 +10,12 @@ import msgspec
 import numpy as np
 
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.files.run_files import known_run
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_log import read_watch_log
 from verl_profiling.manifest import MANIFEST_NAME, WEIGHT_SYNC, Manifest
 from verl_profiling.numbers import anatomy, capture_rows, collectives, lost, usage
+from verl_profiling.numbers.achieved import Models, achieved_rows
 from verl_profiling.numbers.given_work import with_reason, work_rows
 from verl_profiling.numbers.rollout_section import rollout_of
 from verl_profiling.numbers.suspects import requested_of
@@ -66,6 +68,8 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         of_manifest["replicas"] = replicas
         capture = inputs.capture or inputs.manifest
         of_manifest["timeline_begin_ns"] = step.begin_ns - zero_ns(capture.begin_ns)
+    work = work_rows(step)
+    achieved, unknown_limits = achieved_rows(step, work, _models(inputs))
     report = NotebookReport(
         **of_manifest,
         directory=str(inputs.directory),
@@ -77,7 +81,9 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         engines=engines,
         tail=tail,
         stragglers=[with_reason(row, step) for row in collectives.stragglers(step, calls)],
-        work=work_rows(step),
+        work=work,
+        achieved=achieved,
+        unknown_limits=unknown_limits,
         collectives=collectives.collective_rows(calls),
         unmatched_us=unmatched_ns / 1000,
         kernels=usage.kernels(step),
@@ -130,6 +136,12 @@ def _of_manifest(manifest: Manifest, step: Step) -> dict[str, Any]:
         "running": anatomy.requests_running(step),
         "around_the_step": anatomy.around_rows(manifest),
     }
+
+
+def _models(inputs: StepInputs) -> Models:
+    """Return the shapes of the models in the settings of the step's run."""
+    info = known_run(inputs.directory.parent)
+    return Models(info.config if info else {})
 
 
 def _watched(inputs: StepInputs) -> StepSummary | None:

@@ -56,6 +56,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         tail: Wait of the rollout for its last replicas; ``None`` if unknown.
         stragglers: One row per stage and role with several workers.
         work: The work given to workers by stage, and to engines by requests, as far as it is known.
+        achieved: Operations and bytes per second by lane and stage, as far as the model's shape and
+            the work are known.
+        unknown_limits: Sentences on what is missing for ``achieved``.
         collectives: The collectives with the longest waits.
         kernels: All kernels (operators, in a CPU trace), those with most self time first.
         lost: Lane-seconds that are idle or wait for other ranks, by cause, largest first,
@@ -107,6 +110,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     tail: Tail | None
     stragglers: list[columns.StragglerRow]
     work: list[columns.WorkRow] = []
+    achieved: list[columns.AchievedRow] = []
+    unknown_limits: list[str] = []
     collectives: list[columns.CollectiveRow]
     kernels: list[columns.KernelRow]
     lost: list[columns.LostRow]

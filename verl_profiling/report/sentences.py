@@ -6,9 +6,17 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from verl_profiling.files.step_summary import ROLLOUT, TRAINING, Idle, Saving, StepSummary
-from verl_profiling.numbers.columns import OTHER_RANKS, RequestedCapture, Rollout, sum_of
+from verl_profiling.numbers.achieved import WHOLE_STEP
+from verl_profiling.numbers.columns import (
+    OTHER_RANKS,
+    AchievedRow,
+    RequestedCapture,
+    Rollout,
+    sum_of,
+)
 from verl_profiling.numbers.lost import cause_name
 from verl_profiling.report.model import Report
+from verl_profiling.slices.intervals import grouped
 from verl_profiling.units import byte_size, duration
 
 _MOST_BARS = 60
@@ -53,6 +61,7 @@ def figures(report: Report) -> Iterator[Figure]:
         each = rate.tokens_per_s_per_device
         line = f"{each:,.0f} per second and {unit}; {rate.tokens:,.0f} tokens ({rate.source})"
         yield Figure("Tokens per second", f"{rate.tokens_per_s:,.0f}", line)
+    yield from _of_the_peak(report)
     working = report.working_share
     if working is None:
         return
@@ -70,6 +79,30 @@ def figures(report: Report) -> Iterator[Figure]:
         if not report.findings:
             line += ", nothing unusual"
         yield Figure("Lost", report.lane_seconds(lost), line, f"k-{row.cause}")
+
+
+def _of_the_peak(report: Report) -> Iterator[Figure]:
+    """Yield the achieved share of the devices' peak, of the step and by stage."""
+    stages = grouped(report.achieved, lambda row: row.stage)
+    whole = stages.pop(WHOLE_STEP, [])
+    if not whole or any(row.compute_share is None for row in whole):
+        return
+    parts = []
+    for stage, rows in stages.items():
+        parts.append(f"{stage} {_mean_share(rows, 'compute_share'):.1%}")
+        if rows[0].memory_share is not None:
+            parts[-1] = f"{stage} {_mean_share(rows, 'memory_share'):.1%} of the memory bandwidth"
+    share = sum_of(whole, "compute_share") / len(report.devices)
+    models = ", ".join(dict.fromkeys(row.device for row in whole))
+    least = "at least " if report.unknown_limits else ""
+    line = f"{', '.join(parts)} ({models}, bfloat16)"
+    yield Figure("Of the peak", f"{least}{share:.1%}", line)
+
+
+def _mean_share(rows: Sequence[AchievedRow], column: str) -> float:
+    """Return the mean of a share over lanes, weighted by their time."""
+    weighted = sum(row.duration_us * getattr(row, column) for row in rows)
+    return float(weighted / (sum_of(rows, "duration_us") or 1.0))
 
 
 def _first_cause(report: Report) -> str:
@@ -145,6 +178,7 @@ def sentences(report: Report) -> Iterator[str]:
                 f"{tokens.p99:.0f} tokens"
             )
     yield from waits(report.watched)
+    yield from report.unknown_limits
     for clock in report.clocks:
         drift_ns = clock.closing_offset_ns - clock.offset_ns
         by, within, drift = (

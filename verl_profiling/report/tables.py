@@ -371,6 +371,10 @@ _TABLES = (
     Table("replicas"),
     Table("stragglers"),
     Table("work", "Lengths are of prompt and response, without padding."),
+    Table(
+        "achieved",
+        "Of peak: dense bfloat16; without what is computed again, and without padding.",
+    ),
     Table("collectives"),
     Table("kernels", _on_cpus("CPU traces: the rows are operators instead of kernels."), most=40),
     Table("measures", "If a stage ran several times, the largest value is shown."),

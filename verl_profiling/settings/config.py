@@ -36,6 +36,7 @@ from verl_profiling.settings.groups import (
     choose,
     with_selection,
 )
+from verl_profiling.settings.model_config import model_sizes
 from verl_profiling.tools import TOOLS, Tool
 from verl_profiling.typed_values import NotNegative, Positive, build, field_types, value_of
 
@@ -256,6 +257,8 @@ class ProfilingConfig:
             callback are objects of its process. ``False``: this callback records alone. ``True``:
             yes, even without workers.
         strict: Raise errors of tools in the training loop instead of only reporting them.
+        model: Sizes of the trained model: the Hugging Face configuration (as a mapping), or the
+            folder of the model.
         schedule: The steps that are captured.
         select: The workers and stages that are captured.
         roles: Settings that differ for a role, by its name.
@@ -275,6 +278,7 @@ class ProfilingConfig:
     run_id: str | None = None
     spmd: bool | None = None
     strict: bool = False
+    model: str | dict[str, Any] | None = None
     schedule: Schedule = field(default_factory=Schedule)
     select: Selection = field(default_factory=Selection)
     roles: dict[str, RoleOverride] = field(default_factory=dict)
@@ -300,6 +304,7 @@ class ProfilingConfig:
             )
         if not self.enable:
             return
+        self._read_models()
         used = {name for role in ("", *self.roles) for name in self.tool_names(role)}
         for name in self.tools:
             if name not in used and name not in TOOLS:
@@ -310,6 +315,15 @@ class ProfilingConfig:
             self.for_role(role)
         if self.is_remote:
             self._check_remote()
+
+    def _read_models(self) -> None:
+        """Replace models by their sizes, which are written into ``run.json``."""
+        if self.model is not None:
+            object.__setattr__(self, "model", model_sizes(self.model, "model"))
+        for role, override in self.roles.items():
+            if override.model is not None:
+                sizes = model_sizes(override.model, f"roles.{role}.model")
+                self.roles[role] = replace(override, model=sizes)
 
     @cached_property
     def is_remote(self) -> bool:

@@ -330,6 +330,7 @@ class RoleOverride(Coordinates):
         replicas: As ``select.replicas``.
         stages: As ``select.stages``.
         tools: Options by tool name; they replace the common options key by key.
+        model: Sizes of the role's model, as the setting ``model``.
     """
 
     enable: bool = True
@@ -339,6 +340,7 @@ class RoleOverride(Coordinates):
     replicas: Ranks = None
     stages: tuple[str, ...] | None = None
     tools: dict[str, dict[str, Any]] = field(default_factory=dict)
+    model: str | dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,7 +98,8 @@ def _lanes(events: LaneEvents) -> list[Lane]:
         paths=traces.paths,
         host=union(*events.host),
         blocked=union(*events.blocked),
-        iterations=_outermost(np.array(events.iterations, np.int64).reshape(-1, 5)),
+        iterations=_outermost(np.array(events.iterations, np.int64).reshape(-1, 7)),
+        model="".join(events.models) if len(events.models) == 1 else "",
         on_device=True,
         is_one_of_several=len(devices) > 1,
     )

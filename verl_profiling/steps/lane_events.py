@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.files.recording_names import is_like_iteration, parse_iteration
+from verl_profiling.files.recording_names import attention_of, is_like_iteration, parse_iteration
 from verl_profiling.manifest import StageSpan
 from verl_profiling.slices.intervals import Ints, Spans, union
 from verl_profiling.slices.observed import Recording, extended
@@ -119,8 +119,9 @@ class LaneEvents:
             whether it launches a graph.
         host: Spans of work on the host.
         blocked: Spans in which the host is blocked, e.g. in ``cudaDeviceSynchronize``.
-        iterations: Begin, end and tokens of the iterations of an engine.
+        iterations: Begin, end, tokens and attention of the iterations of an engine.
         names: Device names by process id in the trace.
+        models: Model names of the devices in the headers, such as ``NVIDIA H200``.
         categories: Categories of the events before the first event of work.
         unknown: Unknown categories, in order.
         strange: Annotations that seem to be iterations of an engine, but are not understood.
@@ -142,6 +143,7 @@ class LaneEvents:
         self.blocked: list[Spans] = []
         self.iterations: list[tuple[int, ...]] = []
         self.names: dict[object, str] = {}
+        self.models: set[str] = set()
         self.categories: set[str] = set()
         self.unknown: dict[str, None] = {}
         self.strange: dict[str, None] = {}
@@ -211,9 +213,11 @@ class LaneEvents:
         for pid in {key.pid for key in self.table.keys}:
             self.names.setdefault(pid, _device_name(pid, self._labels.get(pid, "")))
         backend = str(trace.metadata.get("distributedInfo")).lower()
-        self.says_device |= bool(trace.metadata.get("deviceProperties")) or any(
-            name in backend for name in _BETWEEN_DEVICES
-        )
+        properties = trace.metadata.get("deviceProperties")
+        self.says_device |= bool(properties) or any(name in backend for name in _BETWEEN_DEVICES)
+        for device in properties if isinstance(properties, list) else ():
+            if isinstance(device, dict):
+                self.models.add(str(device.get("name") or "")[:LONGEST_NAME])
 
     def _add_names(self, events: list[Event]) -> None:
         """Add names of processes and threads; of a repeated name, the first is kept."""
@@ -340,8 +344,9 @@ class LaneEvents:
             kinds = self.table.kinds(rows.keys)
             on_host = (kinds > UNKNOWN) & (kinds < ITERATION)
         for place in np.flatnonzero(kinds == ITERATION).tolist():
-            if tokens := parse_iteration(self.table.keys[rows.keys[place]].name):
-                self.iterations.append((*rows.spans[place].tolist(), *tokens))
+            name = self.table.keys[rows.keys[place]].name
+            if tokens := parse_iteration(name):
+                self.iterations.append((*rows.spans[place].tolist(), *tokens, *attention_of(name)))
         spans = rows.spans[on_host]
         self.host.append(union(spans))
         is_blocked = spans[:, 1] - spans[:, 0] >= self.table.blocks_from_ns(rows.keys[on_host])

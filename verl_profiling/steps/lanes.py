@@ -36,9 +36,11 @@ class Lane:
         paths: All traces of the lane.
         host: Spans in which operators or runtime calls ran on the host.
         blocked: Spans of host calls that copy, allocate or wait for the device.
-        iterations: Begin, end, and tokens (see ``Iteration``) of each iteration of a rollout
-            engine.
+        iterations: Begin, end, tokens (see ``Iteration``) and ``Attention`` of each iteration of a
+            rollout engine.
         accelerator: Name of the device in the traces, e.g. ``GPU 0``; ``""`` for a CPU trace.
+        model: Model name of the host's devices, e.g. ``NVIDIA H200``; empty if unknown, or if there
+            are several models.
         on_device: Whether the work ran on a device (see :mod:`~verl_profiling.steps.kinds`).
         is_one_of_several: Whether the process has more than one device, and so more than one lane.
         is_unknown: Whether the device's work is unknown: the trace is cut off before its first
@@ -66,6 +68,7 @@ class Lane:
     blocked: Spans
     iterations: Ints
     accelerator: str = ""
+    model: str = ""
     on_device: bool = False
     is_one_of_several: bool = False
     is_unknown: bool = False

@@ -12,6 +12,7 @@ import logging
 import math
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,15 @@ from verl_profiling.engines import adapter_named
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.settings.config import ProfilingConfig, Schedule, planned_captures
-from verl_profiling.settings.groups import EVERY_RANK
+from verl_profiling.settings.groups import EVERY_RANK, RoleOverride
+from verl_profiling.settings.model_config import model_sizes
 from verl_profiling.units import step_list
 from verl_profiling.workers.nsys_launch import expected_ranges
 
 logger = logging.getLogger(__name__)
 
-TRAINING_ROLES = ("actor", "ref", "critic")
+_CRITIC = "critic"
+TRAINING_ROLES = ("actor", "ref", _CRITIC)
 _GROUPS = ("default", "discrete", "off", "verl")  # further options of +profiling, besides e2e
 _ENGINES = ("vllm", "sglang")
 """Engines whose servers are hooked; see the hooks in ``integrations/verl/__init__.py``."""
@@ -107,10 +110,33 @@ def settings_of(config: Any) -> ProfilingConfig | None:
     _check_rollout(config, settings)
     _check_nsys(config, settings)
     return dataclasses.replace(
-        settings,
+        _with_models(settings, config),
         save_path=settings.save_path if settings.is_remote else str(settings.local_folder),
         run_id=settings.run_id or _run_id(config.get("trainer") or {}),
     )
+
+
+def _with_models(settings: ProfilingConfig, config: Any) -> ProfilingConfig:
+    """Return the settings with the sizes of policy and critic, where this host has their files.
+
+    A model with LoRA adapters is left out: its backward pass is shorter.
+    """
+    policy = (config.get("actor_rollout_ref") or {}).get("model") or {}
+    critic = (config.get("critic") or {}).get("model") or {}
+    if settings.model is None:
+        settings = dataclasses.replace(settings, model=_sizes(policy))
+    override = settings.roles.get(_CRITIC, RoleOverride())
+    if override.model is None and (sizes := _sizes(critic)):
+        roles = {**settings.roles, _CRITIC: dataclasses.replace(override, model=sizes)}
+        settings = dataclasses.replace(settings, roles=roles)
+    return settings
+
+
+def _sizes(model: Mapping[str, Any]) -> dict[str, Any] | None:
+    if model.get("path") and not model.get("lora_rank"):
+        with suppress(ConfigError):  # e.g. hdfs://...
+            return model_sizes(str(model["path"]), "model")
+    return None
 
 
 def without_group(config: Any) -> str:

@@ -189,7 +189,8 @@ def _init_capture(self: Any, settings: ProfilingConfig, role: str) -> list[str]:
         _show_schedule(engine)
     else:
         self._verl_profiling = FSDPCaptureMixin()
-        mesh = getattr(engine, "device_mesh", None)
+        # With Ulysses, the ranks of "sp" get the same batch, and share its work.
+        mesh = getattr(engine, "ulysses_device_mesh", None) or getattr(engine, "device_mesh", None)
         self._verl_profiling.init_capture(
             settings, role=role, rank=self.rank, world_size=self.world_size, mesh=mesh
         )
