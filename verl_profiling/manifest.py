@@ -260,6 +260,12 @@ class ToolSpan(msgspec.Struct, frozen=True):
     stage: str | None = None
 
 
+BLOCK_TOKENS = 64
+"""Tokens of a block of a prompt whose hash is recorded. Prompts of a step are often shorter than
+the 512 of Mooncake's own files, in which they would share nothing; one of 4,096 tokens has 64.
+"""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence that a rollout engine generated, if it ended during the capture.
 
@@ -281,6 +287,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         preemptions: Number of preemptions by the engine, if known.
         policy_version: Policy version at the begin of the request, if known.
         failed: Whether the request raised, was cancelled or was aborted.
+        prompt_blocks: A hash of each block of the prompt, with all blocks before it; empty unless
+            the setting ``rollout.prompt_hashes`` is on.
     """
 
     replica: int
@@ -297,6 +305,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: Count | None = None
     policy_version: int | None = None
     failed: bool = False
+    prompt_blocks: list[int] = []
 
     def parts(self) -> list[tuple[RequestPart, int, int]]:
         """Return the consecutive parts of the request without gaps: name, begin, end (unix ns).

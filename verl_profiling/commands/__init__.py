@@ -31,7 +31,7 @@ COMMANDS = {
     "diff": "compare two steps or two runs",
     "what-if": "show the critical path of a step, and predict the step after changes",
     "collect": "fetch reports that Nsight Systems finished after the run",
-    "export": "send a step's stages and trajectories to an OpenTelemetry endpoint",
+    "export": "send a step to an OpenTelemetry endpoint, or its requests to a file",
     "check": "verify that every expected artifact exists and is complete",
     "plan": "print what a configuration would capture, and in how many files",
     "trigger": "request a capture of the next step of a running job",

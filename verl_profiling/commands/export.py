@@ -1,10 +1,14 @@
-"""Sends the stages and trajectories of captured steps as OpenTelemetry spans.
+"""Sends the stages and trajectories of captured steps as OpenTelemetry spans, or writes the
+requests of one step for a replayer.
 
-There is a trace per step, and a trace per trajectory. Names of spans are those of the report. Facts
-of a span, such as its tokens, are attributes ``verl_profiling.<fact>``. Ids are hashes of what they
-stand for, so a second export sends the same ids.
+With --otlp, there is a trace per step, and a trace per trajectory. Names of spans are those of the
+report. Facts of a span, such as its tokens, are attributes ``verl_profiling.<fact>``. Ids are
+hashes of what they stand for, so a second export sends the same ids.
 
-example: verl-profiling export outputs/run --otlp http://localhost:4318/v1/traces
+With --requests, the file has the format of Mooncake's traces: one line per request, with its time,
+lengths and trajectory. vLLM's bench and Dynamo replay it. It has no text.
+
+example: verl-profiling export outputs/run/step_000012 --requests requests.jsonl
 """
 
 from __future__ import annotations
@@ -18,15 +22,20 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
 from logging.handlers import BufferingHandler
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from verl_profiling.analysis import CapturedStep, Progress
 from verl_profiling.commands import add_json, option, show
 from verl_profiling.commands.common import StepByStep, add_paths, progress
-from verl_profiling.errors import ToolUnavailableError
+from verl_profiling.errors import ToolUnavailableError, TraceFormatError
+from verl_profiling.files.opener import whole_file
 from verl_profiling.files.trajectory_log import Fact, SpanRecord, TrajectoryLog
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import Manifest, Request, StageSpan, StepSpan
+from verl_profiling.manifest import BLOCK_TOKENS, Manifest, Request, StageSpan, StepSpan
+from verl_profiling.steps.load import load_of, mooncake_rows
 from verl_profiling.steps.nesting import read_logs, stages_by_row
 from verl_profiling.steps.requests import joined, requests_by_id
 
@@ -80,11 +89,60 @@ class _Span:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_paths(parser)
-    option(parser, "--otlp URL", "OTLP/HTTP endpoint for traces", required=True)
+    target = parser.add_mutually_exclusive_group(required=True)
+    option(target, "--otlp URL", "OTLP/HTTP endpoint for traces")
+    option(target, "--requests FILE", "write the requests of one step, for a replayer", Path)
     add_json(parser, "one document per step")
 
 
 def run(arguments: argparse.Namespace) -> bool:
+    """Send every step, or write the requests of the one step; return whether nothing is missing."""
+    if arguments.requests is not None:
+        return _write_requests(arguments)
+    return _send_spans(arguments)
+
+
+def _write_requests(arguments: argparse.Namespace) -> bool:
+    """Write the requests of the one step under the paths; return whether nothing is missing.
+
+    Raises:
+        TraceFormatError: There is not one step, or it has no request to replay.
+    """
+    work = StepByStep(arguments.paths)
+    if len(work.steps) > 1:
+        raise TraceFormatError(arguments.paths[0], "has several steps; name the folder of one")
+    step = work.steps[0]
+    if step.manifest is None:
+        raise TraceFormatError(step.directory, "has no manifest, so its requests are unknown")
+    load = load_of(step.manifest, step.inputs)
+    left_out = [f"{count:,} {reason}" for reason, count in load.left_out.items()]
+    if not load.requests:
+        reason = ", ".join(left_out) or "set rollout.requests, and give the engine to its mixin"
+        raise TraceFormatError(step.directory, f"has no request that can be replayed: {reason}")
+    for problem in load.problems:
+        work.problem(problem)
+    with whole_file(arguments.requests) as part:
+        part.write(msgspec.json.Encoder().encode_lines(mooncake_rows(load)))
+    blocks = f"prompts in blocks of {BLOCK_TOKENS} tokens"
+    if not load.has_hashes:
+        blocks += ", none of them shared: the setting rollout.prompt_hashes records which are"
+    counts = f"{len(load.requests):,} requests of {load.sessions:,} sessions"
+    lines = [f"{arguments.requests}: {counts}; {blocks}"]
+    if left_out:
+        lines.append(f"left out: {', '.join(left_out)}")
+    document = {
+        "directory": step.directory,
+        "requests": len(load.requests),
+        "sessions": load.sessions,
+        "left_out": load.left_out,
+        "block_tokens": BLOCK_TOKENS,
+        "prompt_hashes": load.has_hashes,
+    }
+    show(arguments, document, lines)
+    return work.is_well
+
+
+def _send_spans(arguments: argparse.Namespace) -> bool:
     """Send every step under the paths; end at the first batch
     that the endpoint does not take whole. Return whether all was sent.
     """

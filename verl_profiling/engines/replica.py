@@ -212,7 +212,7 @@ def make_recorder(
     """
     session, replica = process_session(), identity.replica or 0
     log = requests or RequestLog()
-    log.serve(replica, config.rollout.requests)
+    log.serve(replica, config.rollout.requests, config.rollout.prompt_hashes)
     session.keep_every_step(config.watch)
     log.busy = session.busy("generate")
     adapter_class = adapter_of(engine)

@@ -6,18 +6,21 @@ requests have the version that the training loop reports.
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator, Callable
+from array import array
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextvars import ContextVar
+from hashlib import blake2b
 from numbers import Integral
 from typing import Any
 
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.manifest import CaptureResult, Request
+from verl_profiling.manifest import BLOCK_TOKENS, CaptureResult, Request
 from verl_profiling.watch.sums import Busy
 
 _LONGEST_ID = 200
+_HASH_BYTES = 6  # a JSON number below 2^53, which every reader keeps exactly
 _MOST_REFUSED = 1000  # refused requests that a client may send again; the oldest are forgotten
 _LOG, _UNLOGGED = "_verl_profiling_log", "_verl_profiling_unlogged"
 
@@ -44,6 +47,7 @@ class RequestLog:
         busy: The stage of the watch that is open while any request runs; ``None`` if the watch is
             off.
         enabled: Whether requests that end in a capture are logged.
+        hashes_prompts: Whether blocks of their prompts are hashed.
         policy_versions: Versions of the weights since :meth:`begin`, in order; empty if unknown.
         pending_since_ns: Begin times (ns) of the requests that were unfinished at :meth:`end`, in
             order.
@@ -54,6 +58,7 @@ class RequestLog:
     def __init__(self) -> None:
         self.busy: Busy | None = None
         self.enabled = False
+        self.hashes_prompts = False
         self.policy_versions: list[int] = []
         self.pending_since_ns: list[int] = []
         self.begun = 0
@@ -65,15 +70,17 @@ class RequestLog:
         self._policy_version: int | None = None
         self._server_knows = False
 
-    def serve(self, replica: int, enable: bool) -> None:
-        """Set the replica that the requests belong to, and whether captures log them.
+    def serve(self, replica: int, enable: bool, hash_prompts: bool = False) -> None:
+        """Set the replica that the requests belong to, and what captures log of them.
 
         Args:
             replica: Index of the replica.
             enable: The setting ``rollout.requests``.
+            hash_prompts: The setting ``rollout.prompt_hashes``.
         """
         self.replica = replica
         self.enabled = enable
+        self.hashes_prompts = hash_prompts
 
     def set_policy_version(self, version: int) -> None:
         """Set the policy version of requests that begin from now on."""
@@ -237,6 +244,8 @@ class OpenRequest(msgspec.Struct, eq=False):
         last_token_ns: Last token in the engine; 0 if unknown.
         cached_tokens: Prompt tokens that came from a prefix cache; ``None`` if unknown.
         preemptions: Number of preemptions by the scheduler; ``None`` if unknown.
+        prompt_ids: Token ids of the prompt, for the setting ``rollout.prompt_hashes``; empty if
+            unknown. They are hashed, not kept.
     """
 
     id: str
@@ -251,6 +260,7 @@ class OpenRequest(msgspec.Struct, eq=False):
     last_token_ns: int = 0
     cached_tokens: int | None = None
     preemptions: int | None = None
+    prompt_ids: Sequence[int] = ()
     _first_output_ns: int = 0
     _closed: bool = False
     _refused: bool = False
@@ -310,6 +320,7 @@ class OpenRequest(msgspec.Struct, eq=False):
                 preemptions=_count(self.preemptions),
                 policy_version=self._policy_version,
                 failed=failed,
+                prompt_blocks=block_hashes(self.prompt_ids) if self._log.hashes_prompts else [],
             ),
         )
 
@@ -339,6 +350,24 @@ def _taken_arrival_ns() -> int:
     if time_ns:
         _arrived_ns.set(0)  # an HTTP request that runs tools makes several requests in a row
     return time_ns
+
+
+def block_hashes(ids: Sequence[int]) -> list[int]:
+    """Return a hash of each block of :data:`BLOCK_TOKENS` tokens, with all blocks before it.
+
+    So two prompts have as many equal hashes as they share blocks from their begin, the rule by
+    which engines share their KV cache. The last block may be shorter.
+
+    Args:
+        ids: Token ids of a prompt.
+    """
+    tokens, digest = array("q", ids), b""
+    hashes = []
+    for first in range(0, len(tokens), BLOCK_TOKENS):
+        block = tokens[first : first + BLOCK_TOKENS].tobytes()
+        digest = blake2b(digest + block, digest_size=_HASH_BYTES).digest()
+        hashes.append(int.from_bytes(digest, "big"))
+    return hashes
 
 
 def _count(value: object) -> int | None:

@@ -471,6 +471,7 @@ async def _noting(
                 record.id = information.get("id", given)
                 if place // samples < len(ids):
                     record.id = ids[place // samples] or record.id
+                record.prompt_ids = _prompt_ids(obj, place // samples)
                 record.close(
                     information.get("prompt_tokens", 0),
                     information.get("completion_tokens", 0),
@@ -486,6 +487,14 @@ def _prompts(obj: Any) -> int:
     if isinstance(given, list) and isinstance(given[0], (str, list)):
         return len(given)
     return 1
+
+
+def _prompt_ids(obj: Any, place: int) -> list[int]:
+    """Return the token ids of one prompt of a request; empty if the request has text."""
+    ids = getattr(obj, "input_ids", None) or []
+    if ids and isinstance(ids[0], list):
+        return ids[place] if place < len(ids) else []
+    return ids
 
 
 def _samples(obj: Any) -> int:

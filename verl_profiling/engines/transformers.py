@@ -61,6 +61,9 @@ def watch_transformers(model: Any, log: RequestLog) -> None:
             of = row * len(prompts) // len(sequences)  # the sequences of a prompt follow each other
             prompt = prompts.shape[1] if mask is None else int(mask[of].sum())
             response = sequence if are_embeddings else sequence[prompts.shape[1] :]
+            if log.hashes_prompts and not are_embeddings:
+                kept = prompts[of] if mask is None else prompts[of][mask[of].bool()]
+                record.prompt_ids = kept.tolist()
             record.close(prompt, _length(response, padding, ends))
 
     log.watch_calls(model, logged)

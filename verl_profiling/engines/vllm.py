@@ -393,6 +393,7 @@ def watch_vllm(engine: Any, log: RequestLog) -> None:
             for output in outputs:
                 batch.id = output.request_id
                 _tell(batch, output if len(output.outputs) == 1 else None, shares_clock=True)
+                batch.prompt_ids = output.prompt_token_ids or ()
                 for sample in output.outputs:
                     batch.close(
                         _prompt_tokens(output), len(sample.token_ids), failed=_is_aborted(sample)
@@ -481,6 +482,7 @@ class _Samples:
     def close(self, record: OpenRequest, last: Any) -> None:
         """Close the record once for each sample, also for those without an output yet."""
         is_cut = last is None or not last.finished
+        record.prompt_ids = getattr(last, "prompt_token_ids", None) or ()
         for index in range(max(self._number, len(self.lengths))):
             failed = is_cut or index in self._aborted
             record.close(_prompt_tokens(last), self.lengths.get(index, 0), failed=failed)

@@ -149,6 +149,7 @@ class RolloutOptions:
         stop_s: Timeout (s) of the engine's stop and of writing its traces; at most nine tenths of
             ``timeouts.stop_s``, so that the result still reaches the callback.
         requests: Log begin, first token, end and lengths of each request.
+        prompt_hashes: Log hashes of the blocks of each prompt, for a replay that shares prefixes.
     """
 
     start: NotNegative = 0
@@ -156,6 +157,7 @@ class RolloutOptions:
     max_window_s: Seconds | None = 30.0
     stop_s: Seconds = 300.0
     requests: bool = True
+    prompt_hashes: bool = False
 
     def with_stacks(self) -> RolloutOptions:
         """Return these options with a limit on iterations, for a recording with stacks.

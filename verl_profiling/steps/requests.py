@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.manifest import Manifest, Request
+from verl_profiling.manifest import Manifest, Request, StageSpan
 
 
 def requests_by_id(manifest: Manifest) -> dict[str, list[Request]]:
@@ -56,14 +56,26 @@ VALIDATE = "validate"
 """Name of the validation stage."""
 
 
+def validations(manifest: Manifest) -> list[StageSpan]:
+    """Return the stages of the loop that validate."""
+    return [span for span in manifest.stages if span.name == VALIDATE]
+
+
+def is_validation(request: Request, validation_stages: list[StageSpan]) -> bool:
+    """Return whether a request began in a stage of :func:`validations`."""
+    return any(span.begin_ns <= request.begin_ns < span.end_ns for span in validation_stages)
+
+
 def requests(manifest: Manifest) -> list[RequestRow]:
     """Return the requests of every replica, with times relative to the begin of the step."""
-    validations = [span for span in manifest.stages if span.name == VALIDATE]
+    validation_stages = validations(manifest)
     rows = []
     for worker in manifest.workers:
         for request in worker.requests:
             fields: dict[str, Any] = {}
             for name, value in msgspec.structs.asdict(request).items():
+                if name == "prompt_blocks":
+                    continue
                 if name.endswith("_ns"):
                     fields[name.replace("_ns", "_us")] = _since(manifest.begin_ns, value)
                 else:
@@ -75,7 +87,7 @@ def requests(manifest: Manifest) -> list[RequestRow]:
                 latency_us=(request.end_ns - begin_ns) / 1000,
                 to_first_token_us=_since(begin_ns, request.first_token_ns),
                 per_token_us=per_token_us(request),
-                validate=any(span.begin_ns <= begin_ns < span.end_ns for span in validations),
+                validate=is_validation(request, validation_stages),
             )
             rows.append(row)
     return rows
