@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from verl_profiling.predict.prediction import Prediction
-    from verl_profiling.predict.segments import Graph
+    from verl_profiling.predict.step_graph import Graph
     from verl_profiling.report.model import Report
     from verl_profiling.steps.lanes import Lane
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_profiling.predict.segments import Graph, Poll, Segment, replay, slacks_ns
+from verl_profiling.predict.replays import replay
+from verl_profiling.predict.segments import Segment
+from verl_profiling.predict.slack import slacks_ns
+from verl_profiling.predict.step_graph import Graph, Poll
 
 
 @st.composite
@@ -119,4 +122,4 @@ def test_work_that_nobody_waits_for_takes_no_slack(graph: Graph, data: st.DataOb
     end = begin + data.draw(st.integers(0, 500))
     graph.segments.append(Segment("work", begin, end, "beside", after=[before]))
     graph.close()
-    assert slacks_ns(replay(graph)) == [*slack, max(graph.end_ns - end, 0)]
+    assert list(slacks_ns(replay(graph))) == [*slack, max(graph.end_ns - end, 0)]

@@ -22,7 +22,7 @@ from verl_profiling.commands.common import StepByStep, add_communication, warn, 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.predict.explain import explain
-from verl_profiling.predict.segments import Graph
+from verl_profiling.predict.step_graph import Graph
 from verl_profiling.report.diff import LEAST_S, Change, Diff, compare, print_diff
 from verl_profiling.report.model import Report
 from verl_profiling.steps.inputs import how_to_capture, is_uncaptured, the_run

@@ -9,8 +9,9 @@ cut off. All times are unix nanoseconds on the clock of the writing process.
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +28,7 @@ NO_SPAN = -1
 MAX_LINE = 1 << 20
 _CHUNK = 4096  # lines that are encoded at once, while no other thread runs
 _UNLIKE = "which no log of trajectories has"
-_LOOK_EVERY = 64  # lines, each of which may unpack to megabytes
+_BLOCK_BYTES = 1 << 17  # that are unpacked and decoded at once: about a thousand lines
 MAX_BYTES = 1 << 27
 """Maximum number of uncompressed bytes to read."""
 
@@ -63,7 +64,7 @@ class LoopRecord(msgspec.Struct, frozen=True, array_like=True, tag="loop"):
     name: str
 
 
-class TrajectoryRecord(msgspec.Struct, frozen=True, array_like=True, tag="t"):
+class TrajectoryRecord(msgspec.Struct, frozen=True, array_like=True, tag="t", gc=False):
     """One trajectory.
 
     Attributes:
@@ -92,7 +93,7 @@ class TrajectoryRecord(msgspec.Struct, frozen=True, array_like=True, tag="t"):
     facts: dict[str, Fact]
 
 
-class SpanRecord(msgspec.Struct, frozen=True, array_like=True, tag="s"):
+class SpanRecord(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=False):
     """One span, of a trajectory or of the process.
 
     Attributes:
@@ -200,6 +201,8 @@ Line = (
     | Counted
     | LogFooter
 )
+_DECODER = msgspec.json.Decoder(Line)
+_STATUS = b'["status"'  # begin of the lines with a StatusChange
 _PARTS = {
     LoopRecord: "loops",
     TrajectoryRecord: "trajectories",
@@ -277,19 +280,25 @@ def read_log(path: Path, limit_reached: Callable[[int], str] = lambda lines: "")
     Raises:
         TraceFormatError: The file is not a trajectory log, or cannot be read.
     """
-    header, lines = open_log(path)
+    blocks = _decoded(path)
+    first = next(blocks, [])
+    header = _header(path, first)
     log = TrajectoryLog(lane=header.lane, begin_ns=header.begin_ns, cut=True)
     parts: dict[type, list[Any]] = {kind: getattr(log, name) for kind, name in _PARTS.items()}
-    number = 1
+    footers: list[LogFooter] = []
+    parts[LogFooter] = footers
+    number = 0
     try:
-        for number, line in enumerate(lines, 2):
-            if isinstance(line, LogFooter):
-                log.cut, log.end_ns = False, line.end_ns
-                log.spans_left_out = line.spans_left_out
-                log.trajectories_left_out = line.trajectories_left_out
-            else:
-                parts.get(type(line), []).append(line)
-            if number % _LOOK_EVERY == 0 and (reached := limit_reached(number)):
+        for lines in chain([first], blocks):
+            number += len(lines)
+            for kind, of_kind in groupby(lines, type):
+                parts.get(kind, []).extend(of_kind)
+            for footer in footers:
+                log.cut, log.end_ns = False, footer.end_ns
+                log.spans_left_out = footer.spans_left_out
+                log.trajectories_left_out = footer.trajectories_left_out
+            reached = limit_reached(number)
+            if reached:
                 log.problems.append(reached)
                 break
     except TraceFormatError as error:
@@ -308,17 +317,15 @@ def read_log(path: Path, limit_reached: Callable[[int], str] = lambda lines: "")
     return log
 
 
-def open_log(path: Path) -> tuple[LogHeader, Iterator[Line]]:
-    """Return the header of a trajectory log, and an iterator of its other lines.
+def _header(path: Path, lines: Sequence[Line]) -> LogHeader:
+    """Return the header of a trajectory log, given its first lines.
 
     Raises:
-        TraceFormatError: The file is not a trajectory log, or cannot be read; invalid lines raise
-            later.
+        TraceFormatError: The file is not a trajectory log.
     """
-    lines = _decoded(path)
-    header = next(lines, None)
-    if header is None:
+    if not lines:
         raise TraceFormatError(path, "is empty, or cut off before the end of its first line")
+    header = lines[0]
     if not isinstance(header, LogHeader):
         raise TraceFormatError(
             path, "is not a log of trajectories: it does not begin with a header"
@@ -326,7 +333,7 @@ def open_log(path: Path) -> tuple[LogHeader, Iterator[Line]]:
     if header.version > LOG_VERSION:
         newer = f"of version {header.version}; install a newer verl-profiling to read it"
         raise TraceFormatError(path, f"is a log of trajectories {newer}")
-    return header, lines
+    return header
 
 
 LaterStatuses = dict[tuple[str, int | str | None], tuple[int, str]]
@@ -344,11 +351,15 @@ def later_statuses(path: Path, offset_ns: int) -> LaterStatuses:
     """
     latest: LaterStatuses = {}
     with suppress(TraceFormatError):  # a damaged log is reported when its trajectories are read
-        for change in _decoded(path, b'["status"'):
-            if isinstance(change, StatusChange) and change.group:
-                key = (change.group, change.sample)
-                new = (change.at_ns - offset_ns, change.status)
-                latest[key] = max(latest.get(key, new), new)
+        for text in _whole_lines(path):
+            if _STATUS not in text:
+                continue
+            lines = [line for line in text.split(b"\n") if line.startswith(_STATUS)]
+            for change in _decoded_lines(path, b"\n".join(lines)):
+                if isinstance(change, StatusChange) and change.group:
+                    key = (change.group, change.sample)
+                    new = (change.at_ns - offset_ns, change.status)
+                    latest[key] = max(latest.get(key, new), new)
     return latest
 
 
@@ -358,34 +369,43 @@ def last_status(trajectory: TrajectoryRecord, later: LaterStatuses) -> str:
     return max((later[key] for key in keys if key in later), default=(0, trajectory.status))[1]
 
 
-def _decoded(path: Path, begin: bytes = b"") -> Iterator[Line]:
-    """Yield the decoded lines of a file that start with ``begin``."""
-    decoder = msgspec.json.Decoder(Line)
+def _decoded(path: Path) -> Iterator[list[Line]]:
+    """Yield the decoded lines of a file, thousands at once; of damaged lines, one by one."""
+    for text in _whole_lines(path):
+        try:
+            yield _decoded_lines(path, text)
+        except TraceFormatError:
+            for line in text.split(b"\n")[:-1]:
+                yield _decoded_lines(path, line or b"?")  # an empty line is damage, too
+
+
+def _decoded_lines(path: Path, text: bytes) -> list[Line]:
     try:
-        for text in _whole_lines(path):
-            if text.startswith(begin):
-                yield decoder.decode(text)
+        return _DECODER.decode_lines(text)
     except UNDECODABLE as error:
         raise TraceFormatError(path, f"is not a log of trajectories: {error}") from error
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file that end in a line break,
-    because a cut off file ends with half a line.
+    """Yield the content of a file in blocks that end in a line break, because a cut off file ends
+    with half a line.
     """
-    left = MAX_BYTES
+    left, rest = MAX_BYTES, b""
     with reading(path), opened(path) as packed, igzip.open(packed, "rb") as file:
         try:
-            while line := file.readline(MAX_LINE + 1):
-                left -= len(line)
+            while block := file.read1(_BLOCK_BYTES):
+                left -= len(block)
                 if left < 0:
                     raise TraceFormatError(path, f"has more than {MAX_BYTES:,} bytes, {_UNLIKE}")
-                if len(line) > MAX_LINE:
+                text = rest + block
+                end = text.rfind(b"\n") + 1
+                if max(text.find(b"\n"), len(text) - end) > MAX_LINE:
                     raise TraceFormatError(
                         path, f"has a line of over {MAX_LINE:,} bytes, {_UNLIKE}"
                     )
-                if line.endswith(b"\n"):
-                    yield line
+                rest = text[end:]
+                if end:
+                    yield text[:end]
         except (EOFError, isal_zlib.error):  # type: ignore[misc]  # the stub does not declare it as an exception
             return
         except gzip.BadGzipFile as error:

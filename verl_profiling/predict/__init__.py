@@ -3,12 +3,17 @@
 ================= ===============================================================================
 module            content
 ================= ===============================================================================
-``segments``      the segments of a step, the graph that they make, its replays and their path
+``segments``      the segments of a step; those of trajectories are columns
+``step_graph``    the graph that segments make: their order, and what they wait for
+``replays``       the times of a step after changes, and the critical path
+``slack``         how much longer segments could take
 ``graph``         the graph of a step that was read
 ``loop_runs``     stages, and which of them the loop waits for
-``rollout_runs``  trajectories and requests, and the limits of concurrency that they wait for
+``rollout_runs``  trajectories and requests
+``limits``        the limits of concurrency that trajectories wait for
 ``graph_builder`` the segments of all runs, and the collectives in which they wait for each other
-``changes``       the changes that a user can ask for, and the replay with them
+``changes``       the changes that a user can ask for
+``baseline``      the recorded step, and its replay with changes
 ``kernels``       the replay of a trace's kernels and calls, for a change of kernels
 ``kernel_order``  the calls and kernels of a trace, and which of them wait for which
 ``engine_fit``    engines as fitted to the requests of a step

@@ -18,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.errors import ConfigError
-from verl_profiling.predict.segments import Graph, Replay
+from verl_profiling.predict.replays import Replay
+from verl_profiling.predict.step_graph import Graph
+from verl_profiling.slices.intervals import Ints
 from verl_profiling.steps.requests import VALIDATE
 
 Floats = NDArray[np.float64]
@@ -82,7 +84,7 @@ class Engines(NamedTuple):
     many: int
     curves: list[Floats]
 
-    def work(self, curve: Floats, took_ns: Sequence[float]) -> list[float]:
+    def work(self, curve: Floats, took_ns: Ints) -> list[float]:
         """Return the number of iterations of each request.
 
         Args:
@@ -91,7 +93,7 @@ class Engines(NamedTuple):
         """
         begin, end = self.load.begin, self.load.end
         iterations = self.load.during(begin, end, 1 / curve[self.load.running])
-        run_ns = [sum(took_ns[at] for at in request.segments) for request in self.served]
+        run_ns = [took_ns[request.segments].sum() for request in self.served]
         work: list[float] = (iterations * run_ns / np.maximum(end - begin, 1)).tolist()
         return work
 
@@ -182,7 +184,7 @@ def fitted(recorded: Replay, replicas: int) -> Engines:
 def _served(graph: Graph) -> Iterator[Served]:
     """Yield the requests that ran, without those of validation."""
     of_requests = defaultdict[int, list[int]](list)
-    for at, segment in enumerate(graph.segments):
+    for at, segment in graph.segments.requested():
         is_trained = VALIDATE not in segment.within
         if segment.request is not None and segment.kind in _IN_ENGINE and is_trained:
             of_requests[id(segment.request)].append(at)

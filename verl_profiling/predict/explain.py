@@ -18,7 +18,9 @@ import numpy as np
 
 from verl_profiling.numbers.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.numbers.lost import ROLLOUT
-from verl_profiling.predict.segments import DELAY, WORK, Graph, replay
+from verl_profiling.predict.replays import replay
+from verl_profiling.predict.segments import DELAY, WORK
+from verl_profiling.predict.step_graph import Graph
 from verl_profiling.steps.causes import joined_causes
 from verl_profiling.steps.records import BEFORE, OTHERS, UNEXPLAINED
 
@@ -83,13 +85,13 @@ def explain(before: Sequence[Graph], after: Sequence[Graph]) -> dict[str, tuple[
 
 
 def _kinds(graphs: Sequence[Graph]) -> set[str]:
-    return {segment.kind for graph in graphs for segment in graph.segments}
+    return set[str]().union(*(graph.segments.kinds() for graph in graphs))
 
 
 def _has_tokens(graphs: Sequence[Graph]) -> bool:
     """Return whether any request has the number of its response tokens."""
-    segments = chain.from_iterable(graph.segments for graph in graphs)
-    return any(segment.request and segment.request.response_tokens for segment in segments)
+    parts = chain.from_iterable(graph.segments.requested() for graph in graphs)
+    return any(part.request and part.request.response_tokens for _, part in parts)
 
 
 def _changes(units: _Units, others: _Units) -> tuple[dict[str, _Changes], dict[str, _Changes]]:
@@ -148,10 +150,10 @@ def _units(graphs: Sequence[Graph], kinds: Mapping[str, str], has_tokens: bool) 
     """
     units: _Units = defaultdict(list)
     for step, graph in enumerate(graphs):
-        took = graph.recorded_ns()
+        took = graph.segments.recorded_ns()
         for at, poll in graph.polls.items():
             took[at] = poll.period_ns
-        times = np.array(took + graph.delay_ns, float)
+        times = np.concatenate((took, graph.delay_ns)).astype(float)
         for (part, kind, stage, *_), places in _owned(graph, kinds).items():
             spent = float(times[places].sum())
             if spent <= 0:
@@ -215,8 +217,8 @@ def _spans_s(graphs: Sequence[Graph], changes: Sequence[tuple[_Unit, float]] = (
     spans = []
     for graph, of_step in zip(graphs, factors, strict=True):
         count = len(graph.segments)
-        recorded = np.array(graph.recorded_ns() + graph.delay_ns, float)
-        times = np.rint(recorded * of_step).astype(int).tolist()
-        graph = graph.with_polls(of_step.tolist())
+        recorded = np.concatenate((graph.segments.recorded_ns(), graph.delay_ns)).astype(float)
+        times = np.rint(recorded * of_step).astype(np.int64)
+        graph = graph.with_polls(of_step.item)
         spans.append(replay(graph, times[:count], times[count:]).span_ns / 1e9)
     return spans

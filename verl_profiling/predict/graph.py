@@ -24,17 +24,22 @@ stage ``wait:X``, and stage ``X``    names; stage ``X`` ends in it              
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
+
+import numpy as np
 
 from verl_profiling.manifest import WAIT
 from verl_profiling.numbers import usage
 from verl_profiling.numbers.anatomy import capture_time
 from verl_profiling.numbers.lost import ROLLOUT
 from verl_profiling.predict.graph_builder import GraphBuilder
+from verl_profiling.predict.limits import Limit, limits_of
 from verl_profiling.predict.loop_runs import Early, LoopRuns, Run, polled
-from verl_profiling.predict.rollout_runs import Limit, limits_of, rollout_runs
-from verl_profiling.predict.segments import OWN, WORK, Carried, Graph, Poll, Segment
+from verl_profiling.predict.rollout_runs import rollout_runs
+from verl_profiling.predict.segments import OWN, WORK, Segment, SegmentTable
+from verl_profiling.predict.step_graph import Carried, Graph, Poll
 from verl_profiling.slices.intervals import intersection, length, subtract, within
 from verl_profiling.steps.lanes import Lane, Step
 from verl_profiling.steps.read import Content
@@ -57,7 +62,8 @@ def graph_of(content: Content) -> Graph:
     runs = list(chain.from_iterable(of_workers.values()))
     loop.call(runs)
     limits = limits_of(content.records, content.pieces)
-    rollouts = rollout_runs(content, limits)
+    rollouts, chains = rollout_runs(content, limits, loop.root.who)
+    graph.segments = SegmentTable(chains)
     loop.roll_out(of_workers, rollouts)
     later = list(_later(content, runs))
     carried = loop.carried(later)
@@ -115,7 +121,7 @@ def _add_polls(graph: Graph, polls: Iterable[tuple[Run, int, int]]) -> None:
     for run, begin_ns, period_ns in polls:
         ends = (
             (segment.end_ns, at)
-            for at, segment in enumerate(graph.segments)
+            for at, segment in graph.segments.of_others()
             if segment.who == run.who
         )
         last_ns, last = max(end for end in ends if end[0] <= begin_ns)
@@ -133,7 +139,8 @@ def _add_carried(builder: GraphBuilder, root: Run, carried: Iterable[Early]) -> 
         since_ns = root.begin_ns - (root.end_ns - mark.begin_ns)
         for work in works:
             first = len(segments)
-            segments += _before_step(segments[work.entry], work.before, since_ns, root.begin_ns)
+            entry = segments[work.entry]
+            segments.others += _before_step(entry, work.before, since_ns, root.begin_ns)
             before = list(range(first, len(segments)))
             builder.graph.carried.append(Carried(work.entry, mark.exit, before))
             builder.link(work.exit, stage.entry)  # an edge only if the work ended before the stage
@@ -169,16 +176,19 @@ def _add_waits(graph: Graph, limits: Iterable[Limit]) -> None:
         place = "in" if limit.name.startswith(WAIT) else "before"
         rule = f"waits {place} {limit.name} are for a limit of {limit.slots:,} at once"
         graph.assumed[rule] += len(limit.holds)
-    for segment in graph.segments:
-        if segment.waits:
-            rule = f"what {segment.kind} waits for is not known, so it takes as long as before"
-            graph.assumed[rule] += 1
+    unknown = Counter(one.kind for one in graph.segments.others if one.waits)
+    chains = graph.segments.chains
+    if chains is not None:
+        for kind in np.unique(chains.kind[chains.of_kinds(WAIT)]):
+            unknown[chains.kinds[kind]] += int((chains.kind == kind).sum())
+    for kind, many in unknown.items():
+        graph.assumed[f"what {kind} waits for is not known, so it takes as long as before"] += many
 
 
 def _mark_capture(graph: Graph, who: str) -> None:
     """Set ``capture_ns`` of the loop's segments: their time in :attr:`Graph.capture`."""
     if not len(graph.capture):
         return
-    for segment in graph.segments:
+    for segment in graph.segments.others:
         if segment.who == who and segment.kind in (OWN, WORK) and not segment.trajectory:
             segment.capture_ns = length(within(graph.capture, segment.begin_ns, segment.end_ns))

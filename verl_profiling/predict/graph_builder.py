@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.predict.loop_runs import Run
-from verl_profiling.predict.segments import OWN, WORK, Graph, Segment
+from verl_profiling.predict.segments import NOTHING, OWN, WORK, Link, Segment
+from verl_profiling.predict.step_graph import Graph
 from verl_profiling.slices.intervals import EMPTY, overlaps
 from verl_profiling.slices.slices import Slices, peers
 from verl_profiling.steps.calls import Calls
@@ -102,9 +103,7 @@ class GraphBuilder:
         segments, graph = self.graph.segments, self.graph
         self.add(root, -1, (), -1)
         graph.last = root.exit
-        ends = sorted(
-            (segment.end_ns, at) for at, segment in enumerate(segments) if segment.who == root.who
-        )
+        ends = sorted((one.end_ns, at) for at, one in segments.of_others() if one.who == root.who)
         for run in loose:
             place = bisect_right(ends, (run.begin_ns, len(segments)))
             is_later = place and run.begin_ns > root.begin_ns
@@ -118,14 +117,20 @@ class GraphBuilder:
                 last[run.row] = max(run.exit, before, key=lambda at: segments[at].end_ns)
         for at, run in self.joins:
             self.link(run.exit, at)
-            if run.pieces and VALIDATE not in segments[at].within:
+            if run.is_rollout and VALIDATE not in segments[at].within:
                 graph.tails.setdefault(at, []).append(run.exit)
 
     def link(self, before: int, after: int) -> None:
         """Add an edge between two segments, if the first ended before the second began."""
         segments = self.graph.segments
-        if before >= 0 and segments[before].end_ns <= segments[after].begin_ns:
+        if before >= 0 and self._end_ns(before) <= segments[after].begin_ns:
             segments[after].after.append(before)
+
+    def _end_ns(self, at: int) -> int:
+        table = self.graph.segments
+        if table.chains is not None and at < table.chained:
+            return table.chains.end.item(at)
+        return table[at].end_ns
 
     def add(self, run: Run, caller: int, around: tuple[str, ...], part: int) -> None:
         """Add the segments of a run, and of all runs inside it.
@@ -142,6 +147,9 @@ class GraphBuilder:
             self.times[run.who, run.name] += 1
             self.graph.parts.append((run.role, run.name, self.times[run.who, run.name]))
         self.runs.append(run)
+        if run.chain != NOTHING:
+            self._add_chain(run, Link(caller, around, part, len(self.graph.segments.others)))
+            return
         if run.pieces:
             self._add_pieces(run, caller, around, part)
             return
@@ -189,6 +197,13 @@ class GraphBuilder:
             own.begin_ns, own.around = left_ns, own.within
         return first, self._new(own, before)
 
+    def _add_chain(self, run: Run, link: Link) -> None:
+        """Link the chain of a trajectory."""
+        chains = self.graph.segments.chains
+        assert chains is not None
+        chains.linked(run.chain, link, run.begin_ns, run.end_ns)
+        run.entry, run.exit = chains.edges.item(run.chain), chains.edges.item(run.chain + 1) - 1
+
     def _add_pieces(self, run: Run, caller: int, around: tuple[str, ...], part: int) -> None:
         """Add the segments of a trajectory or a request;
         each follows the last of them that ended before it.
@@ -201,7 +216,8 @@ class GraphBuilder:
             place = bisect_right(ends, (one.begin_ns, one.begin_ns))
             at = self._new(one, ends[place - 1][1] if place else caller)
             insort(ends, (one.end_ns, at))
-        followed = {at for one in self.graph.segments[begun:] for at in one.after}
+        added = self.graph.segments.others[begun - self.graph.segments.chained :]
+        followed = {at for one in added for at in one.after}
         last = [at for at in range(begun, len(self.graph.segments)) if at not in followed]
         if len(last) != 1:  # the run ends when all of its last segments have ended
             done = Segment(
@@ -216,8 +232,7 @@ class GraphBuilder:
         """Add a segment with a predecessor, unless that is -1; return the segment's index."""
         if before >= 0:
             segment.after.append(before)
-        self.graph.segments.append(segment)
-        return len(self.graph.segments) - 1
+        return self.graph.segments.append(segment)
 
 
 def _blocks(run: Run) -> list[tuple[int, int, list[Run]]]:

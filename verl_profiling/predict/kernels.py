@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.predict.kernel_order import NEVER, WORKS, Event, TraceOrder, read_content
-from verl_profiling.predict.segments import WORK, Graph, Segment
+from verl_profiling.predict.segments import WORK, Segment
+from verl_profiling.predict.step_graph import Graph
 from verl_profiling.steps import kinds
 from verl_profiling.steps.cluster import results
 from verl_profiling.steps.content import Limits
@@ -73,7 +74,9 @@ def with_kernels(
         return {}, []
     segments, calls, owned = graph.segments, [], []
     for source in inputs.sources:
-        owned.append([at for at, segment in enumerate(segments) if _runs_in(segment, source)])
+        requested, others = segments.requested(), segments.of_others()
+        of_trace = {at for at, one in chain(requested, others) if _runs_in(one, source)}
+        owned.append(sorted(of_trace))
         times = [(segments[at].begin_ns, segments[at].end_ns) for at in owned[-1]]
         how = (source, inputs.limits, inputs.communication, dict(factors), times)
         calls.append((partial(_replayed, *how), [source]))

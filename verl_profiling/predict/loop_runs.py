@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from verl_profiling.manifest import MOST_NESTED, POLLING, WAIT, StageSpan
 from verl_profiling.numbers.lost import ROLLOUT
-from verl_profiling.predict.segments import OWN, Graph, Segment
+from verl_profiling.predict.segments import NOTHING, OWN, Segment
+from verl_profiling.predict.step_graph import Graph
 from verl_profiling.slices.intervals import grouped
 from verl_profiling.steps.lanes import Step
 from verl_profiling.steps.nesting import stages_by_row
@@ -43,6 +44,7 @@ class Run:
         end_ns: End.
         row: Row of the timeline, on which runs follow each other; ``None`` without one.
         pieces: Segments of a trajectory or request, such as its calls and waits.
+        chain: Number of the chain that the trajectory is, instead of ``pieces``; else -1.
         before: Its segments before the step, if a trajectory is in a call when the step begins.
         trajectory: ``GROUP.SAMPLE`` of the trajectory, else its number.
         around: Stage that waits for the run, if the run begins before that stage.
@@ -61,6 +63,7 @@ class Run:
     end_ns: int
     row: object = None
     pieces: list[Segment] = field(default_factory=list)
+    chain: int = NOTHING
     before: list[Segment] = field(default_factory=list)
     trajectory: str = ""
     around: tuple[str, ...] = ()
@@ -70,6 +73,11 @@ class Run:
     is_cut: bool = False
     entry: int = -1
     exit: int = -1
+
+    @property
+    def is_rollout(self) -> bool:
+        """Whether it is a trajectory or a request, and no stage."""
+        return bool(self.pieces) or self.chain != NOTHING
 
     def ends_in(self, other: Run) -> bool:
         """Return whether the run ends inside another run."""
@@ -357,7 +365,7 @@ def _polled(stage: Run, sleeps: Sequence[Run]) -> Iterator[tuple[Run, int, int]]
     between = {run for run in stage.inner if run.row == row and begin_ns <= run.begin_ns < end_ns}
     others = [run for run in stage.waits if run not in between and run.begin_ns < end_ns]
     ended_ns = max((run.end_ns for run in others), default=end_ns)
-    if ended_ns >= end_ns or not any(run.pieces for run in others):
+    if ended_ns >= end_ns or not any(run.is_rollout for run in others):
         return
     period_ns = (end_ns - begin_ns) // len(sleeps)
     wait_ns = max(ended_ns, end_ns - period_ns)

@@ -5,11 +5,10 @@ and the next changes that would help.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
-from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -17,10 +16,14 @@ import numpy as np
 from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.numbers.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.numbers.columns import HelpRow, PathRow, added
-from verl_profiling.predict.changes import TOOL, Baseline, Changes, tool_name
+from verl_profiling.predict.baseline import Baseline, CallTimes
+from verl_profiling.predict.changes import TOOL, Changes, tool_name
+from verl_profiling.predict.replays import Replay, replay
 from verl_profiling.predict.replicas import on_resources
-from verl_profiling.predict.segments import DELAY, LAG_BY, WORK, Graph, Replay, replay, slacks_ns
-from verl_profiling.slices.intervals import length, spans_of, within
+from verl_profiling.predict.segments import DELAY, LAG_BY, WORK
+from verl_profiling.predict.slack import SlackRow, slack_rows
+from verl_profiling.predict.step_graph import Graph
+from verl_profiling.slices.intervals import length, within
 from verl_profiling.slices.slices import PathPart
 from verl_profiling.steps.records import GENERATE
 
@@ -34,24 +37,6 @@ _NOISE = 0.03  # share of the step added on each side of an interval: equal step
 _NESTED = 0.05
 # least trajectories or requests of a rollout, for a change that leaves out its tail
 _LEAST_OF_TAIL = 10
-
-
-class SlackRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The slack of a process in a stage.
-
-    Attributes:
-        stage: The outermost stage.
-        who: Lane, worker or the loop.
-        time_us: Time in which the process works in the stage.
-        slack_us: How much longer this could take without a longer step; 0 on the critical path.
-    """
-
-    columns: ClassVar[str] = "stage, who, works=time_us, slack=slack_us"
-
-    stage: str
-    who: str
-    time_us: float
-    slack_us: float
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,7 +119,7 @@ def predict(
         high_us=high_us,
         changes=changes.options(),
         path=_path_rows(replayed, is_idle_known=not timed_ns),
-        slack=_slack_rows(replayed),
+        slack=slack_rows(replayed),
         what_would_help=helps,
         missing=list(missing),
         assumed=[*(f"{rule} ({many:,})" for rule, many in graph.assumed.items()), *assumed],
@@ -157,7 +142,7 @@ def _interval_ns(
         assumed: Sentences on what is assumed; this function adds its own.
     """
     spans_ns = [replayed.span_ns]
-    if baseline.waits and changes.options():
+    if len(baseline.waits) and changes.options():
         spans_ns += _with_waits_ns(baseline, replayed, changes)
     for stage in changes.balance:
         ranks = baseline.hidden_ranks(stage)
@@ -180,13 +165,16 @@ def _with_waits_ns(baseline: Baseline, replayed: Replay, changes: Changes) -> tu
     The longest step has the stages with such waits scaled by the largest factor of any work in
     them. The least has them scaled by the smallest factor, but is no shorter than without waits.
     """
-    segments = baseline.graph.segments
-    stages = {segments[at].stage for at in baseline.waits} - {""}
+    table = baseline.graph.segments
+    recorded_ns = table.recorded_ns()
+    stages = {table[at].stage for at in baseline.waits.tolist()} - {""}
     factors, inside = [1.0], set[str]()
-    for at, segment in enumerate(segments):
-        if segment.stage in stages and segment.recorded_ns:
-            factors.append(replayed.took_ns[at] / segment.recorded_ns)
-            inside.update(segment.within)
+    for within_stages, ats in table.by_stages():
+        ats = ats[recorded_ns[ats] > 0]
+        if len(ats) and within_stages[:1] and within_stages[0] in stages:
+            shares = replayed.took_ns[ats] / recorded_ns[ats]
+            factors += [shares.min().item(), shares.max().item()]
+            inside.update(within_stages)
     rest = {name: factor for name, factor in changes.scale.items() if name not in inside}
     spans_ns = []
     for factor in (min(factors), max(factors)):
@@ -225,27 +213,28 @@ def _candidates(baseline: Baseline, replayed: Replay) -> Iterable[tuple[str, str
 
 def _calls_to_change(baseline: Baseline, replayed: Replay) -> Iterator[tuple[str, str, Changes]]:
     """Yield changes of the calls on the critical path, tools first."""
-    graph, calls, tried = replayed.graph, baseline.calls, list[str]()
+    graph, tried = replayed.graph, dict[str, CallTimes]()
     spent, tools = _calls_on_path(replayed)
     for name in sorted(baseline.blocked.keys() & spent.keys()):
         stage = _first_stage(graph, baseline.blocked[name])
         yield stage, f"{name} off the event loop", Changes(unblock=[name])
-    names = calls.keys() & spent.keys() - {GENERATE}
+    names = baseline.calls & spent.keys() - {GENERATE}
     for name in sorted(names, key=lambda name: (name not in tools, name)):
         if spent[name] <= _LEAST_SHARE * replayed.span_ns:
             continue
-        if not any(_is_same(name, other, spent, calls) for other in tried):
-            tried.append(name)
-            stage = _first_stage(graph, calls[name])
+        calls = baseline.calls_of(name)
+        if not any(_is_same(name, other, spent, calls, of) for other, of in tried.items()):
+            tried[name] = calls
+            stage = _first_stage(graph, calls.at)
             yield stage, f"{name} in 50% of its time", Changes(tools={name: "0.5x"})
 
 
 def _is_same(
-    name: str, other: str, spent: Mapping[str, int], calls: Mapping[str, Mapping[int, int]]
+    name: str, other: str, spent: Mapping[str, int], calls: CallTimes, others: CallTimes
 ) -> bool:
     """Return whether calls of two names are nested and take about as long as each other."""
-    is_nested = bool(calls[name].keys() & calls[other].keys())
-    return is_nested and math.isclose(spent[name], spent[other], rel_tol=_NESTED)
+    is_close = math.isclose(spent[name], spent[other], rel_tol=_NESTED)
+    return is_close and len(np.intersect1d(calls.at, others.at)) > 0
 
 
 def _calls_on_path(replayed: Replay) -> tuple[Counter[str], set[str]]:
@@ -337,7 +326,8 @@ def _without_capture(graph: Graph, part: PathPart) -> Iterator[tuple[int, int, b
     segment = graph.segments[part.segment]
     since_ns, until_ns = segment.begin_ns, segment.end_ns
     if part.is_delay:
-        since_ns, until_ns = segment.begin_ns - graph.delay_ns[part.segment], segment.begin_ns
+        since_ns = segment.begin_ns - graph.delay_ns.item(part.segment)
+        until_ns = segment.begin_ns
     captures = within(graph.capture, since_ns, until_ns)
     if not len(captures):
         yield part.begin_ns, part.end_ns, False
@@ -360,21 +350,6 @@ def _idle_us(graph: Graph, part: PathPart) -> float | None:
     idle_ns = length(within(graph.idle[segment.who], segment.begin_ns, segment.end_ns))
     # A changed segment keeps its recorded share of idle time.
     return idle_ns / 1000 * (part.end_ns - part.begin_ns) / max(segment.recorded_ns, 1)
-
-
-def _slack_rows(replayed: Replay) -> list[SlackRow]:
-    segments_of: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-    for at in sorted(replayed.order):
-        segment = replayed.graph.segments[at]
-        if replayed.took_ns[at] > 0:
-            segments_of[segment.stage or OUTSIDE_STAGES, segment.who].append(at)
-    slack, end_ns, took_ns = slacks_ns(replayed), replayed.end_ns, replayed.took_ns
-    rows = []
-    for (stage, who), numbers in segments_of.items():
-        busy = spans_of((end_ns[at] - took_ns[at], end_ns[at]) for at in numbers)
-        slack_us = min(map(slack.__getitem__, numbers)) / 1000
-        rows.append(SlackRow(stage=stage, who=who, time_us=length(busy) / 1000, slack_us=slack_us))
-    return rows
 
 
 _place_of = attrgetter("stage", "who", "kind")

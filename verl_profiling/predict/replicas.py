@@ -23,7 +23,7 @@ from verl_profiling.manifest import WEIGHT_SYNC
 from verl_profiling.numbers.lost import ROLLOUT
 from verl_profiling.predict.changes import Changes, check_name
 from verl_profiling.predict.engine_fit import Engines, Floats, Served, fitted
-from verl_profiling.predict.segments import Replay, followers_of, replay
+from verl_profiling.predict.replays import Replay, replay
 
 _ORDERS = 7  # random orders of the clients that are tried for round robin
 
@@ -44,9 +44,7 @@ def on_resources(
     """
     graph, steps = found.graph, [found]
     if changes.steps_ahead:
-        check_name(
-            "--async", f"stage {ROLLOUT!r}", ROLLOUT, {one.stage for one in graph.segments} - {""}
-        )
+        check_name("--async", f"stage {ROLLOUT!r}", ROLLOUT, graph.segments.stages())
         if not graph.whole:
             raise ConfigError(
                 "--async", "needs a step whose rollout begins and ends in it, with engines recorded"
@@ -78,12 +76,16 @@ def _without(step: Replay, is_gone: Callable[[str, str], bool]) -> Replay:
     """Return the replay without the times and delays for which ``is_gone`` is true, given their
     outermost stage and process.
     """
-    took_ns, delay_ns = list(step.took_ns), list(step.delay_ns)
-    for at, segment in enumerate(step.graph.segments):
+    took_ns, delay_ns = step.took_ns.copy(), step.delay_ns.copy()
+    for at, segment in step.graph.segments.of_others():
         if is_gone(segment.stage, segment.who):
             took_ns[at] = 0
         if is_gone((*segment.around, "")[0], segment.who):
             delay_ns[at] = 0
+    chains = step.graph.segments.chains
+    for link, who, ats in chains.each() if chains else ():
+        if is_gone((*link.within, "")[0], who):
+            took_ns[ats] = delay_ns[ats] = 0
     return replay(step.graph, took_ns, delay_ns, step.given)
 
 
@@ -179,8 +181,8 @@ class _Simulation:
         order: Sequence[int] | None,
         spent_ns: Floats,
     ) -> None:
-        self.took_ns = list[float](recorded.took_ns)
-        self._recorded = recorded
+        self.took_ns = recorded.took_ns.astype(float).tolist()
+        self._delay_ns = recorded.delay_ns.tolist()
         self._served = engines.served
         self._work = engines.work(curve, recorded.took_ns)
         self._order = order
@@ -191,12 +193,13 @@ class _Simulation:
         self._arrived_ns = dict[int, float]()
         self._begun_ns = dict[int, float]()
         self._owner = {at: number for number, one in enumerate(engines.served) for at in one.ats}
-        self._followers = followers_of(recorded.after)
-        self._left = list(map(len, recorded.after))
+        after = list(map(recorded.before, range(len(recorded.graph.segments))))
+        self._followers = _followers_of(after)
+        self._left = list(map(len, after))
         self._events = list[
             tuple[float, bool, int]
         ]()  # time, whether a request arrives, and its index or that of a segment that ends
-        for at, before in enumerate(recorded.after):
+        for at, before in enumerate(after):
             if not before:
                 self._begin(at, 0.0)
         while self._events or self._next.running:
@@ -211,7 +214,7 @@ class _Simulation:
 
     def _begin(self, at: int, ready_ns: float) -> None:
         """Begin a segment; those of a request begin together."""
-        now_ns = ready_ns + self._recorded.delay_ns[at]
+        now_ns = ready_ns + self._delay_ns[at]
         number = self._owner.get(at)
         if number is None:
             heappush(self._events, (now_ns + self.took_ns[at], False, at))
@@ -273,3 +276,12 @@ def _divide(request: Served, queued_ns: float, run_ns: float, took_ns: list[floa
     for at in request.queue:
         took_ns[at] = 0.0
     took_ns[request.ats[0]] += queued_ns
+
+
+def _followers_of(after: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the successors of each segment, given its predecessors."""
+    followers = [list[int]() for _ in after]
+    for at, before in enumerate(after):
+        for one in before:
+            followers[one].append(at)
+    return followers

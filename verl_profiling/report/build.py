@@ -21,7 +21,7 @@ from verl_profiling.numbers.rollout_section import rollout_of
 from verl_profiling.numbers.suspects import requested_of
 from verl_profiling.predict.graph import graph_of
 from verl_profiling.predict.prediction import predict
-from verl_profiling.predict.segments import Graph
+from verl_profiling.predict.step_graph import Graph
 from verl_profiling.report.findings import find
 from verl_profiling.report.html import NotebookReport
 from verl_profiling.report.model import Report

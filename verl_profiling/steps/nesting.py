@@ -5,9 +5,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.trajectory_log import (
@@ -22,6 +24,7 @@ from verl_profiling.files.trajectory_log import (
     read_log,
 )
 from verl_profiling.manifest import MOST_NESTED, StageSpan
+from verl_profiling.slices.intervals import Ints
 from verl_profiling.steps.cluster import results
 from verl_profiling.steps.content import Limits
 from verl_profiling.steps.step import Source, StepInputs
@@ -77,6 +80,8 @@ def linked_log(source: Source, limits: Limits, statuses: LaterStatuses) -> Traje
     for place, trajectory in enumerate(log.trajectories):
         if (status := last_status(trajectory, statuses)) != trajectory.status:
             log.trajectories[place] = msgspec.structs.replace(trajectory, status=status)
+    if _is_linked(log):
+        return log
     recorded = {trajectory.id for trajectory in log.trajectories}
     spans: dict[int, SpanRecord] = {}
     depths = {NO_SPAN: 0}
@@ -92,6 +97,31 @@ def linked_log(source: Source, limits: Limits, statuses: LaterStatuses) -> Traje
         spans[span.id] = span
     log.spans = list(spans.values())
     return log
+
+
+def _is_linked(log: TrajectoryLog) -> bool:
+    """Return whether all spans of a log are sorted, and have their trajectory and their parent
+    in it, as those of most logs.
+    """
+    names = ("id", "trajectory", "parent")
+    id, owner, parent = (column(log.spans, attrgetter(name)) for name in names)
+    recorded = np.array([NO_SPAN, *(trajectory.id for trajectory in log.trajectories)])
+    if (id[1:] <= id[:-1]).any() or not np.isin(owner, recorded).all():
+        return False
+    place = np.searchsorted(id, parent).clip(max=max(len(id) - 1, 0))
+    inner = np.flatnonzero(parent != NO_SPAN)
+    around = place[inner]
+    is_there = (id[around] == parent[inner]) & (around < inner) & (owner[around] == owner[inner])
+    if not is_there.all():
+        return False
+    for _ in range(MOST_NESTED - 1):
+        around = place[around[parent[around] != NO_SPAN]]
+    return not len(around)
+
+
+def column(records: Sequence[Any], value: Callable[[Any], int]) -> Ints:
+    """Return a value of each record as an array of integers."""
+    return np.fromiter(map(value, records), np.int64, len(records))
 
 
 def _statuses_in(source: Source) -> LaterStatuses:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from verl_profiling.files.trajectory_log import (
 )
 from verl_profiling.manifest import Manifest, Request
 from verl_profiling.slices.intervals import Ints
-from verl_profiling.steps.nesting import blocker
+from verl_profiling.steps.nesting import blocker, column
 from verl_profiling.steps.requests import joined, requests_by_id
 from verl_profiling.steps.step import Source
 from verl_profiling.units import shortened
@@ -176,8 +177,8 @@ class Records:
         self.requests: dict[int, str] = {}
         self._names = dict(CAUSE_NUMBERS)
         self._blockers: dict[tuple[str, str], tuple[int, Counter[str]]] = {}
-        self._spans: list[Ints] = [np.empty((0, 9), np.int64)]
-        self._parents, self._ends, self._reach = array("q"), array("q"), array("q")
+        self._spans: list[Ints] = [np.empty((11, 0), np.int64)]
+        self._rows = 0
         self._blocks: list[Ints] = [np.empty((0, 5), np.int64)]
         self._loops = 0
         for source, log in logs:
@@ -185,8 +186,7 @@ class Records:
             window = (max(begin_ns, first_ns), min(end_ns, last_ns))
             if window[1] > window[0]:
                 self._add(source, log, window)
-        columns = (*np.concatenate(self._spans).T, np.array(self._parents), np.array(self._reach))
-        self.spans, self.names = SpanTable(*columns), list(self._names)
+        self.spans, self.names = SpanTable(*np.concatenate(self._spans, axis=1)), list(self._names)
         self.blocks = Blocks(*np.concatenate(self._blocks).T)
         self.blockers = [
             (*key, most.most_common(1)[0][0]) for key, (_, most) in self._blockers.items()
@@ -195,6 +195,7 @@ class Records:
     def _add(self, source: Source, log: TrajectoryLog, window: tuple[int, int]) -> None:
         """Add the records of a log that overlap the window in which the step was recorded."""
         self._offset, self._window = source.offset_ns, window
+        self._first = len(self.trajectories)
         self._loop_of = {loop.id: self._loops + index for index, loop in enumerate(log.loops)}
         self._loops += len(log.loops)
         self.roles.append(source.role)
@@ -237,52 +238,60 @@ class Records:
         Returns:
             Index of the trajectory of each added span, by the span's id in the log.
         """
-        rows: list[tuple[int, ...]] = []
-        kept: dict[int, int] = {NO_SPAN: NO_SPAN}  # row by span id; if not added, that around it
-        owners: dict[int, int] = {}
-        for span in sorted(log.spans, key=lambda span: (span.begin_ns, span.id)):
-            number = numbers.get(span.trajectory)
-            if number is None:
-                continue
-            window = self._window
-            if number != NO_SPAN:
-                owner = self.trajectories[number]
-                window = owner.begin_ns, owner.end_ns
-            begin, end = self._clipped(span, window)
-            around = kept[span.id] = self._open_around(kept.get(span.parent, NO_SPAN), begin, end)
-            if end < begin:
-                continue
-            row = kept[span.id] = len(self._ends)
-            owners[span.id] = number
-            if span.request:
-                self.requests[row] = span.request
-            name = f"span {span.name}" if span.name in _RESERVED else shortened(span.name)
+        spans = [span for span in log.spans if span.trajectory in numbers]
+        order = np.lexsort([column(spans, attrgetter(name)) for name in ("id", "begin_ns")])
+        if (order[1:] < order[:-1]).any():
+            spans = [spans[place] for place in order.tolist()]
+        owner = _numbers(spans, "trajectory", numbers)
+        begin_ns, end_ns = (column(spans, attrgetter(name)) for name in ("begin_ns", "end_ns"))
+        since, until = begin_ns - self._offset, end_ns - self._offset
+        trajectories = self.trajectories[self._first :]
+        first = np.array([*(one.begin_ns for one in trajectories), self._window[0]])
+        last = np.array([*(one.end_ns for one in trajectories), self._window[1]])
+        place = np.maximum(owner - self._first, NO_SPAN)  # the window is last
+        begin, end = np.maximum(since, first[place]), np.minimum(until, last[place])
+        is_kept = begin <= end
+        around = _open_around(spans, begin, np.where(is_kept, end, begin - 1))
+        kept = np.flatnonzero(is_kept)
+        row = np.append(np.cumsum(is_kept) - 1, NO_SPAN)
+        parent = row[around[kept]]
+        goes_on = column(spans, attrgetter("open")).astype(bool) | (until > end)
+        columns = (
+            owner,
+            np.full(len(spans), len(self.roles) - 1),
+            self._causes(spans, kept),
+            begin,
+            end,
+            _numbers(spans, "loop", defaultdict(lambda: NO_SPAN, self._loop_of)),
+            column(spans, attrgetter("failed")),
+            goes_on,
+            np.minimum(since, begin),
+        )
+        table = np.stack([values[kept] for values in columns])
+        requests = [span.request for span in spans]
+        for number in filter(requests.__getitem__, kept.tolist()):
+            self.requests[self._rows + int(row[number])] = requests[number]
+        reach = _reach(parent, end[kept])
+        parent[parent != NO_SPAN] += self._rows
+        self._spans.append(np.concatenate((table, [parent, reach])))
+        self._rows += len(kept)
+        if not log.blocks:
+            return {}
+        return {spans[number].id: int(owner[number]) for number in kept.tolist()}
+
+    def _causes(self, spans: Sequence[SpanRecord], kept: Ints) -> Ints:
+        """Return the number of each span's cause, which is a new one for a new name."""
+        codes = defaultdict[str, int](count().__next__)
+        code = _numbers(spans, "name", codes)
+        names, causes = list(codes), np.zeros(len(codes), np.int64)
+        values, first = np.unique(code[kept], return_index=True)
+        for value in values[np.argsort(first)].tolist():
+            is_reserved = names[value] in _RESERVED
+            name = f"span {names[value]}" if is_reserved else shortened(names[value])
             if name not in self._names and len(self._names) >= _MOST_NAMES:
                 name = OTHERS
-            self._parents.append(around)
-            self._ends.append(end)
-            self._reach.append(end)
-            cause = self._names.setdefault(name, len(self._names))
-            loop = self._loop_of.get(span.loop, NO_SPAN)
-            goes_on = span.open or span.end_ns - self._offset > end
-            since = min(span.begin_ns - self._offset, begin)
-            process = len(self.roles) - 1
-            rows.append((number, process, cause, begin, end, loop, span.failed, goes_on, since))
-        self._spans.append(np.array(rows, dtype=np.int64).reshape(-1, 9))
-        return owners
-
-    def _open_around(self, span: int, begin: int, end: int) -> int:
-        """Return, of a span and the spans around it, the innermost that is open at ``begin``.
-
-        The ``reach`` of these spans is extended to ``end``.
-        """
-        while span != NO_SPAN and self._ends[span] <= begin:
-            span = self._parents[span]
-        around = span
-        while around != NO_SPAN and self._reach[around] < end:
-            self._reach[around] = end
-            around = self._parents[around]
-        return span
+            causes[value] = self._names.setdefault(name, len(self._names))
+        return causes[code]
 
     def _add_blocks(self, lane: str, log: TrajectoryLog, owners: dict[int, int]) -> None:
         names = {span.id: span.name for span in log.spans} if log.blocks else {}
@@ -296,6 +305,57 @@ class Records:
                 owner = owners.get(block.span, NO_SPAN)
                 rows.append((self._loop_of[block.loop], begin, end, owner, number))
         self._blocks.append(np.array(rows, dtype=np.int64).reshape(-1, 5))
+
+
+def _numbers(spans: Sequence[SpanRecord], name: str, number_of: Mapping[Any, int]) -> Ints:
+    """Return the number of a value of each span."""
+    values = map(attrgetter(name), spans)
+    return np.fromiter(map(number_of.__getitem__, values), np.int64, len(spans))
+
+
+def _open_around(spans: Sequence[SpanRecord], begin: Ints, end: Ints) -> Ints:
+    """Return for each span the index of the innermost span around it that is open at its begin, or
+    -1.
+
+    Args:
+        spans: The spans by begin. A parent that begins later counts as none.
+        begin: Begin of each span, as far as recorded (ns).
+        end: End of each span (ns); before ``begin`` for a span that is left out.
+    """
+    id, parent = (column(spans, attrgetter(name)) for name in ("id", "parent"))
+    order = np.argsort(id)
+    place = np.searchsorted(id, parent, sorter=order).clip(max=max(len(id) - 1, 0))
+    around: Ints = order[place] if len(id) else place
+    rows = np.arange(len(id))
+    parents = np.where((id[around] == parent) & (around < rows), around, NO_SPAN)
+    around = parents.copy()
+    closed = rows
+    while len(closed):
+        closed = closed[around[closed] != NO_SPAN]
+        inner = around[closed]
+        closed = closed[(end[inner] <= begin[closed]) | (end[inner] < begin[inner])]
+        around[closed] = parents[around[closed]]
+    return around
+
+
+def _reach(parent: Ints, end: Ints) -> Ints:
+    """Return the end of each span, or of a span below it that ends later.
+
+    Args:
+        parent: Row of the span around each span, which is an earlier row, or -1.
+        end: End of each span (ns).
+    """
+    reach: Ints = end.copy()
+    levels = list[Ints]()
+    inner = np.flatnonzero(parent != NO_SPAN)
+    around = parent[inner]
+    while len(inner):
+        levels.append(inner)
+        is_deeper = parent[around] != NO_SPAN
+        inner, around = inner[is_deeper], parent[around[is_deeper]]
+    for rows in reversed(levels):
+        np.maximum.at(reach, parent[rows], reach[rows])
+    return reach
 
 
 def _failed_in(log: TrajectoryLog) -> dict[int, str]:

@@ -1,0 +1,213 @@
+"""Limits of concurrency, such as a semaphore around a tool, that explain waits of trajectories.
+
+A limit has n slots. A trajectory waits for one in a span ``wait:NAME``, or in its own code before
+the call. A limit explains the waits if acquire number i comes just after release number i - n. A
+slot may be held until the end of a later span, of the span around the wait, or of the trajectory.
+For each of these, the least n that all holders need is computed, and the share of the waiting time
+that it explains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from verl_profiling.files.trajectory_log import NO_SPAN
+from verl_profiling.manifest import WAIT
+from verl_profiling.slices.intervals import Ints
+from verl_profiling.steps.causes import Pieces
+from verl_profiling.steps.records import OWN_CODE, Records
+
+# the holder's span may end this much after the next acquire: both are tasks of one event loop
+_ERROR_NS = 1_000_000
+# minimum share of the waiting time that a limit explains; by chance, it explains less
+_LEAST_SHARE = 0.9
+_LEAST_WAITS = 3  # fewer may end with another span by chance
+_LEAST_WAIT_NS = 5_000_000  # shorter ones are code, or the way to the next task of the loop
+
+
+class Hold(NamedTuple):
+    """A slot that a trajectory waits for and then holds.
+
+    Attributes:
+        trajectory: Number of the trajectory.
+        since_ns: Begin of the wait.
+        begin_ns: End of the wait, when the trajectory gets the slot.
+        end_ns: Release of the slot.
+    """
+
+    trajectory: int
+    since_ns: int
+    begin_ns: int
+    end_ns: int
+
+
+class Limit(NamedTuple):
+    """A limit of concurrency.
+
+    Attributes:
+        name: Name of the spans that wait, or of the calls before which trajectories wait.
+        slots: Most trajectories that hold a slot at once.
+        holds: All slots that trajectories held.
+        queue: Name of its queue, which no other limit has.
+    """
+
+    name: str
+    slots: int
+    holds: list[Hold]
+    queue: str
+
+
+def limits_of(records: Records, pieces: Pieces) -> list[Limit]:
+    """Return the limits that explain waits of trajectories.
+
+    Each process has a limit of its own if that explains the waits of all, else they share one.
+
+    Args:
+        records: The trajectories.
+        pieces: Their time by cause.
+    """
+    waits, spans = _Waits(records, pieces), records.spans
+    limits = list[Limit]()
+    for rows in _parts(waits.rows, spans.name):
+        name = records.names[spans.name[rows[0]]]
+        of_processes = _parts(rows, spans.process)
+        alone = [waits.limit(name, of_process) for of_process in of_processes]
+        if all(alone):
+            limits += filter(None, alone)
+        elif len(alone) > 1:
+            limits += filter(None, [waits.limit(name, rows)])
+    return limits
+
+
+def _parts(rows: Ints, column: Ints) -> list[Ints]:
+    """Divide rows by their value in a column, in the order of the first row of each value."""
+    values, first, which = np.unique(column[rows], return_index=True, return_inverse=True)
+    order = np.argsort(which, kind="stable")
+    parts = np.split(rows[order], np.cumsum(np.bincount(which, minlength=len(values)))[:-1])
+    return [parts[place] for place in np.argsort(first)] if len(rows) else []
+
+
+class _Waits:
+    """The waits of trajectories, and what may have ended them.
+
+    Args:
+        records: The trajectories.
+        pieces: Their time by cause.
+
+    Attributes:
+        rows: Rows of the spans of trajectories, in order of trajectory and begin.
+    """
+
+    def __init__(self, records: Records, pieces: Pieces) -> None:
+        self._spans, owner = records.spans, records.spans.trajectory
+        self._cut = np.array([one.cut_end for one in records.trajectories], bool)
+        self._until = np.array([one.end_ns for one in records.trajectories], np.int64)
+        rows = np.flatnonzero(owner >= 0)
+        first = np.full(len(records.trajectories), len(owner))
+        np.minimum.at(first, owner[rows], rows)
+        self.rows = rows[np.argsort(first[owner[rows]], kind="stable")]
+        self._place, self._stop = np.full(len(owner), NO_SPAN), np.zeros(len(first), np.int64)
+        self._place[self.rows] = np.arange(len(rows))
+        self._stop[owner[self.rows]] = np.arange(len(rows)) + 1  # that of a trajectory's last span
+        is_code = pieces.cause == records.names.index(OWN_CODE)
+        self._since = self._code_before(pieces.of(np.flatnonzero(is_code)))
+
+    def limit(self, name: str, rows: Ints) -> Limit | None:
+        """Return the limit that explains the waits in, or before, spans of a name, if one does."""
+        spans = self._spans
+        if self._cut[spans.trajectory[rows]].any():
+            return None  # the release of a slot that is held beyond the step is unknown
+        if name.startswith(WAIT):
+            since, until = spans.begin[rows], spans.end[rows]
+        else:
+            since, until = self._since[rows], spans.begin[rows]
+        order = np.argsort(until, kind="stable")
+        if (until - since >= _LEAST_WAIT_NS).sum() < _LEAST_WAITS:
+            return None
+        best, limit = _LEAST_SHARE, None
+        for ends in self._releases(rows, until):
+            share, slots = _explained(since[order], until[order], ends[order])
+            if share >= best:
+                best, limit = share, (slots, ends)
+        if limit is None:
+            return None
+        slots, ends = limit
+        columns = (spans.trajectory[rows], since, until, ends)
+        holds = [Hold(*hold) for hold in zip(*(column[order].tolist() for column in columns))]  # noqa: B905
+        return Limit(name, slots, holds, f"{name} {rows[order[0]]}")
+
+    def _code_before(self, code: Pieces) -> Ints:
+        """Return the begin of the trajectory's own code before each span; of the span without."""
+        begin, owner = self._spans.begin, self._spans.trajectory
+        # Pairs of trajectory and time as one number each, without an overflow.
+        times, number = np.unique(np.concatenate((code.end, begin)), return_inverse=True)
+        keys = code.owner * len(times) + number[: len(code.end)]
+        wanted = owner * len(times) + number[len(code.end) :]
+        order = np.argsort(keys)
+        if not len(keys):
+            return begin
+        before = order[np.searchsorted(keys, wanted, sorter=order).clip(max=len(keys) - 1)]
+        return np.where(keys[before] == wanted, code.begin[before], begin)
+
+    def _releases(self, rows: Ints, until: Ints) -> Iterator[Ints]:
+        """Yield the release of each slot for each event that may release all of them: the end of
+        the trajectory, of the span around the wait, or of a later span.
+
+        Args:
+            rows: The spans with the waits.
+            until: The end of each wait (ns).
+        """
+        spans = self._spans
+        yield self._until[spans.trajectory[rows]]
+        around = spans.parent[rows]
+        if (around != NO_SPAN).all():
+            yield spans.end[around]
+        inner, wait = self._later(rows, until)
+        by_name = [np.flatnonzero(of_name) for of_name in self._masks(inner)]
+        for is_last in (False, True):
+            for places in by_name:
+                ordered = places[::-1] if is_last else places
+                waits, first = np.unique(wait[ordered], return_index=True)
+                if len(waits) == len(rows):
+                    yield spans.end[inner[ordered[first]]]
+
+    def _masks(self, inner: Ints) -> Iterator[Ints]:
+        names = self._spans.name[inner]
+        values, first = np.unique(names, return_index=True)
+        for value in values[np.argsort(first)]:
+            yield names == value
+
+    def _later(self, rows: Ints, until: Ints) -> tuple[Ints, Ints]:
+        """Return the spans that begin after a wait of their trajectory, and the last such wait.
+
+        The second column has the place of the wait in ``rows``.
+        """
+        spans, places = self._spans, self._place[rows]
+        inner = self.rows[places[0] : self._stop[spans.trajectory[rows[-1]]]]
+        wait = np.searchsorted(places - places[0], np.arange(len(inner)), side="right") - 1
+        is_later = spans.trajectory[inner] == spans.trajectory[rows[wait]]
+        is_later &= spans.begin[inner] >= until[wait]
+        return inner[is_later], wait[is_later]
+
+
+def _explained(since: Ints, begin: Ints, end: Ints) -> tuple[float, int]:
+    """Return which share of the waiting time a semaphore would explain, and its number of slots.
+
+    It has as many slots as are held at once.
+
+    Args:
+        since: When each holder of a slot began to wait for it, in order of ``begin``.
+        begin: When it got the slot.
+        end: When it released the slot.
+    """
+    released = np.sort(end)
+    holders = np.arange(1, len(begin) + 1) - np.searchsorted(released, begin + _ERROR_NS, "right")
+    slots = int(holders.max())
+    if not 0 < slots < len(begin):  # 0 slots: all calls are shorter than the error
+        return 0.0, slots
+    free = np.concatenate((since[:slots], released[:-slots]))
+    left = (begin - np.maximum(since, free)).clip(0)
+    return float(1 - left.sum() / (begin - since).sum()), slots
