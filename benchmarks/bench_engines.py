@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from results import record, row
 
 from verl_profiling.engines.request_log import RequestLog
-from verl_profiling.engines.vllm import watch_vllm
+from verl_profiling.engines.vllm_requests import watch_vllm
 
 ROUNDS = 15
 REQUESTS = 2000

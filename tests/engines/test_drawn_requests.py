@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.engines.contract import reporter_of
-from verl_profiling.engines.sglang import watch_manager
-from verl_profiling.engines.vllm import watch_vllm
+from verl_profiling.engines.sglang_requests import watch_manager
+from verl_profiling.engines.vllm_requests import watch_vllm
 from verl_profiling.workers import RequestLog
 
 

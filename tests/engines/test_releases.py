@@ -15,11 +15,11 @@ import pytest
 from verl_profiling.engines.sglang import _TRACE
 from verl_profiling.engines.vllm import (
     _RANK,
-    _REFUSED,
     _VARIABLES,
     profiler_settings,
     profiler_variables,
 )
+from verl_profiling.engines.vllm_requests import _REFUSED
 from verl_profiling.settings.groups import RolloutOptions
 from verl_profiling.tools.nsys import NsysOptions, NsysTool
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool

@@ -120,6 +120,30 @@ class TestOnlySGLang:
         assert server.iterations(Path(order.folder, artifact.path)) >= 5
         assert manager.start_profile.__name__ == "start_profile"
 
+    async def test_prefill_and_decode_have_traces_of_their_own(
+        self, server: Server, tmp_path: Path
+    ) -> None:
+        """Each has as many iterations, or those until the stop; the file of all ranks is beside
+        them, and is no lane of the report.
+        """
+        rollout = {"count": 3, "profile_by_stage": True, "merge_profiles": True}
+        server.reconfigure(rollout=rollout)
+        for step, tokens in ((1, 12), (2, 2)):
+            order = request(tmp_path, step)
+            await server.start_capture(order)
+            await server.generate(1, tokens)
+            artifacts = await finished(server, await stop(server, order.capture_id))
+            assert [(artifact.path, artifact.status) for artifact in artifacts] == [
+                ("rollout0_rank0.prefill.torch.json.gz", "ok"),
+                ("rollout0_rank0.decode.torch.json.gz", "ok"),
+                ("rollout0.merged.gz", "ok"),
+            ]
+            prefills, decodes = (
+                server.iterations(Path(order.folder, artifact.path)) for artifact in artifacts[:2]
+            )
+            assert prefills == 1
+            assert decodes == 3 if tokens > 3 else decodes in (1, 2)  # it may begin one too many
+
     async def test_idling_with_stacks_is_cheap(self, server: Server, tmp_path: Path) -> None:
         """With stacks recording begins with the first iteration and ends after a few,
         not while idle.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -54,9 +55,28 @@ if __name__ == "__main__":
 """
 
 
-def test_each_batch_of_an_engine_is_a_step(tiny_model: Path, tmp_path: Path) -> None:
-    """The scheduled one has its own folder, with a trace and four requests."""
-    settings = write_settings(tmp_path, schedule={"steps": [2]}, watch={"enable": True})
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({}, ["rollout0_rank0.torch.json.gz"]),
+        (
+            {
+                "mode": "discrete",
+                "rollout": {"count": 3, "profile_by_stage": True, "merge_profiles": True},
+            },
+            [
+                "rollout0_rank0.rollout_prefill.torch.json.gz",
+                "rollout0_rank0.rollout_decode.torch.json.gz",
+                "rollout0.rollout.merged.gz",
+            ],
+        ),
+    ],
+)
+def test_each_batch_of_an_engine_is_a_step(
+    changes: dict[str, Any], names: list[str], tiny_model: Path, tmp_path: Path
+) -> None:
+    """The scheduled one has its own folder, with its traces and four requests."""
+    settings = write_settings(tmp_path, schedule={"steps": [2]}, watch={"enable": True}, **changes)
     command = [sys.executable, "-c", OFFLINE, tiny_model, json.dumps(SGLANG_ON_CPU)]
     ended = subprocess.run(
         list(map(str, command)), env=environment(settings), capture_output=True, text=True
@@ -66,7 +86,7 @@ def test_each_batch_of_an_engine_is_a_step(tiny_model: Path, tmp_path: Path) -> 
     assert [summary.step for summary in WatchLogReader(run).read()] == [1, 2]
     assert main(["check", str(run)]) == 0
     [worker] = read_manifest(run / "step_000002").workers
-    assert [artifact.path for artifact in worker.artifacts] == ["rollout0_rank0.torch.json.gz"]
+    assert [artifact.path for artifact in worker.artifacts] == names
     lengths = [(request.prompt_tokens, request.response_tokens) for request in worker.requests]
     assert lengths == [(4, 16)] * 4
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.engines.contract import noting, reporter_of, seconds
 from tests.engines.server import SGLANG_ON_CPU
-from verl_profiling.engines.sglang import watch_manager
+from verl_profiling.engines.sglang_requests import watch_manager
 
 pytest.importorskip(
     "sglang", reason="SGLang is not installed; make test-sglang builds its environment"

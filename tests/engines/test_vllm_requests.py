@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.engines.contract import noting, reporter_of, seconds
-from verl_profiling.engines.vllm import watch_vllm
+from verl_profiling.engines.vllm_requests import watch_vllm
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds its environment")
 

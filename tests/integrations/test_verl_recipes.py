@@ -191,14 +191,16 @@ def test_dry_runs_refuse_what_would_fail(override: str, says: str, tmp_path: Pat
 
 def test_a_worker_of_ones_own_is_profiled(tmp_path: Path) -> None:
     """A class on verl's single controller with the capture mixin is captured,
-    one trace per rank.
+    one trace per rank; the plugin for engines changes nothing.
     """
     run = run_script(
         str(ROOT / "recipes/custom_worker/run.sh"),
         f"profiling.save_path={tmp_path / 'out'}",
         f"hydra.run.dir={tmp_path}",
+        VERL_PROFILING_RUN=str(tmp_path / "plugin"),
     )
     assert run.returncode == 0, run.stderr
+    assert not (tmp_path / "plugin").exists()
     manifest = read_manifest(tmp_path / "out" / "step_000002")
     assert [(w.name, w.status) for w in manifest.workers] == [
         ("reward_rank0", "ok"),

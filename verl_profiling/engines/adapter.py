@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -48,6 +48,7 @@ class EngineAdapter(ABC):
 
     Attributes:
         name: Name of the engine.
+        window_options: Settings of ``rollout`` that only some engines have.
         profilers: The profilers of the engine by ``Tool.engine_profiler``, each with the allowed
             values of restricted options, e.g. ``{"torch": {"memory": (False,)}}``.
         identity: Role, rank and host of the replica.
@@ -55,17 +56,20 @@ class EngineAdapter(ABC):
         window: The part of a rollout to record (``rollout.start``, ``rollout.count``).
         spool: Folder into which the engine writes its traces of all steps.
         ranks: Number of ranks that write a trace.
+        parts: Names of the parts of a rank's recording, each with a trace of its own.
         device: Device type of the engine in torch, e.g. ``cuda``.
         device_numbers: Visible device number of each rank from rank 0 on; empty if unknown.
     """
 
     name: ClassVar[str]
     profilers: ClassVar[Mapping[str, OptionValues]] = {}
+    window_options: ClassVar[Sequence[str]] = ()
     identity: WorkerIdentity
     tool: Tool
     window: RolloutOptions
     spool: Path
     ranks: int = 1
+    parts: Sequence[str] = ("",)
     device: str = "cuda"
     device_numbers: Sequence[int] = ()
 
@@ -129,6 +133,9 @@ class EngineAdapter(ABC):
         Raises:
             ConfigError: The engine does not support the settings.
         """
+        for name in ("profile_by_stage", "merge_profiles"):
+            if getattr(window, name) and name not in cls.window_options:
+                raise ConfigError(f"rollout.{name}", f"{cls.name} does not have it; leave it out")
         if tool.starts_process and window.start:
             raise ConfigError(
                 "rollout.start",
@@ -224,6 +231,14 @@ class EngineAdapter(ABC):
         """Return the rank in the replica that wrote a file or folder of the spool;
         ``None`` for no trace.
         """
+
+    def part_of(self, path: Path) -> str | None:
+        """Return the part of a recording that a trace has; ``None`` if its name does not tell."""
+        return ""
+
+    def merged_in(self, paths: Iterable[Path]) -> Path | None:
+        """Return the file that has all ranks, if the engine wrote one among these."""
+        return None
 
     def remove_spool(self) -> None:
         """Remove the spool with all its files,

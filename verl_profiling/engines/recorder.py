@@ -11,33 +11,27 @@ import logging
 import os
 import socket
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-
-import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.finishing import finish
 from verl_profiling.capture.protocol import CaptureStart, StartReply, StopReply, result_of
-from verl_profiling.capture.result_file import NOT_STOPPED, ResultFile, Slot, measured
+from verl_profiling.capture.result_file import NOT_STOPPED, Slot, measured
 from verl_profiling.engines.adapter import EngineAdapter, refusal
 from verl_profiling.engines.request_log import RequestLog
+from verl_profiling.engines.window import RangeWindow, SpoolWindow, Window
 from verl_profiling.errors import CaptureStateError
-from verl_profiling.files.opener import make_folder
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import (
     Artifact,
     CaptureResult,
     Device,
     ToolSpan,
-    expected_artifact,
     worst_status,
 )
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
-from verl_profiling.tools.base import EngineRanges, Output
 
 logger = logging.getLogger(__name__)
 
@@ -259,173 +253,6 @@ class EngineRecorder:
         self._window = None
         clock.release()
         return self._slot.file.close(self.requests.end_in_result(result), failed)
-
-
-@dataclass(eq=False)
-class Window(ABC):
-    """One capture of an engine, from the start to the result.
-
-    Args:
-        file: Result file of the capture.
-        role: Settings of the replica's role.
-        engine: The engine's adapter.
-        identity: Role, rank and host of the replica.
-        ranks: The ranks inside the replica that are selected.
-
-    Attributes:
-        request: The request of the capture.
-        expected: The expected artifacts.
-        end_ns: Time of the end of recording (ns); 0 before.
-        timer: Ends recording after ``rollout.max_window_s``.
-    """
-
-    file: ResultFile
-    role: RoleConfig
-    engine: EngineAdapter
-    identity: WorkerIdentity
-    ranks: Sequence[int]
-
-    def __post_init__(self) -> None:
-        self.request = self.file.request
-        self.end_ns = 0
-        self.timer: asyncio.TimerHandle | None = None
-        self.notes: list[str] = []
-        self.tool_spans: list[ToolSpan] = []
-        self.anchor = clock.read_anchor()
-        tool, stage, occurrence = self.engine.tool, self.request.stage, self.request.occurrence
-        self.expected = [
-            expected_artifact(lane, tool.name, tool.suffix, stage, occurrence)
-            for lane in self.lanes()
-        ]
-
-    @abstractmethod
-    def lanes(self) -> list[str]:
-        """Return the lane of each expected artifact: the name of its process or replica."""
-
-    @abstractmethod
-    def outputs(self, problem: str) -> list[Output]:
-        """Return the artifacts that the engine wrote, after its stop.
-
-        Args:
-            problem: Reason why the stop failed; empty if it succeeded.
-
-        Raises:
-            OSError: A trace cannot be moved.
-        """
-
-    def opened(self) -> None:
-        """Note that the engine records from now on."""
-        self._stamp(begin_ns=clock.now_ns())
-
-    def ended(self) -> None:
-        """Note that the engine records no more from now on."""
-        self.end_ns = clock.now_ns()
-        self._stamp(end_ns=self.end_ns)
-
-    def _stamp(self, **time_ns: int) -> None:
-        self.expected = [msgspec.structs.replace(one, **time_ns) for one in self.expected]
-
-    def gather(self, problem: str) -> list[Output]:
-        """Return the artifacts with their status, after the stop of the engine.
-
-        The spool is removed with its remaining files, e.g. traces of unselected ranks.
-
-        Args:
-            problem: Reason why the stop failed; empty if it succeeded.
-        """
-        try:
-            return self.outputs(problem)
-        except OSError as error:
-            reason = f"the trace of {self.engine.name} cannot be moved: {error}"
-            logger.error("%s: step %d: %s", self.identity, self.request.step, reason)
-            return [Output(artifact) for artifact in self.failed(reason)]
-        finally:
-            self.engine.remove_spool()
-
-    def failed(self, reason: str) -> list[Artifact]:
-        """Return all expected artifacts with the status ``failed``."""
-        return [artifact.with_status("failed", reason) for artifact in self.expected]
-
-
-class SpoolWindow(Window):
-    """A capture in which each rank of the engine writes a file or folder into the engine's spool.
-
-    After the stop, these move from the spool into the step folder.
-
-    Raises:
-        OSError: The spool folder cannot be made.
-    """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        make_folder(self.engine.spool)
-        self._before = set(self.engine.spool.iterdir())
-
-    def lanes(self) -> list[str]:
-        return [self.identity.lane(rank) for rank in self.ranks]
-
-    def outputs(self, problem: str) -> list[Output]:
-        written = self._written() if self.request.keep else {}
-        return [
-            self._output(artifact, written.get(rank), problem)
-            for rank, artifact in zip(self.ranks, self.expected, strict=True)
-        ]
-
-    def _written(self) -> dict[int, Path]:
-        """Return the newest trace of each rank that the engine wrote in this window."""
-        spool = self.engine.spool
-        if not spool.is_dir():
-            return {}
-        new_paths = set(spool.iterdir()) - self._before
-        written = {}
-        for path in sorted(new_paths, key=lambda path: path.stat().st_mtime_ns):
-            if (rank := self.engine.identify(path)) is not None:
-                written[rank] = path
-        return written
-
-    def _output(self, artifact: Artifact, written: Path | None, problem: str) -> Output:
-        engine = self.engine
-        if written is not None:
-            final = Path(self.request.folder, artifact.path)
-            return engine.tool.engine_output(written, final, artifact, engine.device)
-        if engine.window.bounded and not problem:
-            reason = f"the recording window never began ({engine.window})"
-            return Output(artifact.with_status("empty", reason))
-        silent = f"{engine.name} reported no error and wrote no trace; its own log may say why"
-        return Output(artifact.with_status("failed", problem or silent))
-
-
-@dataclass(eq=False)
-class RangeWindow(Window):
-    """A capture that is one range of the tool, e.g. ``nsys``, under which the engine was launched.
-
-    The tool writes one report for all processes of a replica, which is collected after the run.
-
-    Args:
-        ranges: The ranges that the tool records of this process.
-
-    Raises:
-        CaptureStateError: The tool would not record another range.
-    """
-
-    ranges: EngineRanges
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.ranges.check(self.identity.name)
-
-    def lanes(self) -> list[str]:
-        return [self.identity.name]
-
-    def opened(self) -> None:
-        super().opened()
-        self.ranges.note_opened(Path(self.request.folder), self.expected[0].path)
-
-    def outputs(self, problem: str) -> list[Output]:
-        [artifact] = self.expected
-        run = Path(self.request.folder).parent
-        pending = self.ranges.note_closed(artifact, run, keep=self.request.keep)
-        return [Output(artifact.with_status("failed", problem) if problem else pending)]
 
 
 def _death_of(engine: EngineAdapter) -> str:

@@ -289,15 +289,15 @@ def _warn_once(text: str) -> None:
 
 
 def _check_uncounted(config: ProfilingConfig, identity: WorkerIdentity) -> None:
-    """Refuse a window of iterations (``rollout.start``, ``count``) where no engine counts them.
+    """Refuse what only the profiler of an engine has, e.g. a window of iterations.
 
     Raises:
-        ConfigError: ``rollout.start`` or ``rollout.count`` is set, and a tool writes an artifact.
+        ConfigError: Such a setting of ``rollout`` is set, and a tool writes an artifact.
     """
     writes = any(tool.suffix for tool in config.for_role(identity.role).tools)
-    for name in ("start", "count"):
+    for name in ("start", "count", "profile_by_stage", "merge_profiles"):
         if writes and getattr(config.rollout, name):
             raise ConfigError(
                 f"rollout.{name}",
-                f"{identity} computes in this process, where no engine counts iterations; unset it",
+                f"{identity} computes in this process, without the profiler of an engine; unset it",
             )

@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import urllib.request
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -28,7 +28,8 @@ from verl_profiling.engines.adapter import (
     how_processes_ended,
     refuse_option,
 )
-from verl_profiling.engines.request_log import OpenRequest, RequestLog
+from verl_profiling.engines.request_log import RequestLog
+from verl_profiling.engines.sglang_requests import watch_manager
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.files.recording_names import is_recording, rank_of_recording
 from verl_profiling.identity import WorkerIdentity
@@ -56,8 +57,11 @@ _SERVER_ARGS = (
 
 _ACTIVITIES = {"cpu": "CPU", "cuda": "GPU", "xpu": "XPU", "npu": "GPU"}
 _TRACE = re.compile(
-    r"-TP-(?P<tp>\d+)(?:-DP-(?P<dp>\d+))?(?:-PP-(?P<pp>\d+))?(?:-EP-\d+)?\.trace\.json\.gz$"
+    r"-TP-(?P<tp>\d+)(?:-DP-(?P<dp>\d+))?(?:-PP-(?P<pp>\d+))?(?:-EP-\d+)?(?:-(?P<stage>\w+))?"
+    r"\.trace\.json\.gz$"
 )
+_PARTS = {"EXTEND": "prefill", "DECODE": "decode"}
+_MERGED = "merged-"
 
 
 class SGLangAdapter(EngineAdapter):
@@ -76,6 +80,7 @@ class SGLangAdapter(EngineAdapter):
     """
 
     name = "SGLang"
+    window_options = ("profile_by_stage", "merge_profiles")
     profilers = {
         "torch": {"memory": (False,)},
         "npu": {
@@ -90,8 +95,10 @@ class SGLangAdapter(EngineAdapter):
         self, engine: Any, config: ProfilingConfig, identity: WorkerIdentity, tool: Tool
     ) -> None:
         super().__init__(engine, config, identity, tool)
-        if tool.options.stack:
-            self.window = config.rollout.with_stacks()
+        if config.rollout.profile_by_stage:
+            self.parts = tuple(_PARTS.values())
+        if tool.options.stack or config.rollout.profile_by_stage:
+            self.window = config.rollout.with_count()
         self._manager = manager = manager_of(engine, identity)
         self._calls = (
             HTTPCalls(engine, config.timeouts.start_s) if manager is None else ManagerCalls(manager)
@@ -136,6 +143,11 @@ class SGLangAdapter(EngineAdapter):
                 "count; leave it out",
             )
         if tool.engine_profiler == "npu":
+            for name in cls.window_options:
+                if getattr(window, name):
+                    raise ConfigError(
+                        f"rollout.{name}", "SGLang does not have it with torch_npu; leave it out"
+                    )
             if _data_parallel_ranks(arguments) > 1:
                 raise ConfigError(
                     f"roles.{role}.tool",
@@ -188,6 +200,15 @@ class SGLangAdapter(EngineAdapter):
         tp, dp, pp = (int(match[name] or 0) for name in ("tp", "dp", "pp"))
         return ((dp if self._dp > 1 else 0) * self._pp + pp) * self._tp + tp
 
+    def part_of(self, path: Path) -> str | None:
+        match = _TRACE.search(path.name)
+        if len(self.parts) == 1 or match is None:
+            return ""
+        return _PARTS.get(match["stage"])
+
+    def merged_in(self, paths: Iterable[Path]) -> Path | None:
+        return next((path for path in paths if path.name.startswith(_MERGED)), None)
+
     async def _disarm(self) -> None:
         """Cancel a requested recording that has not begun: it could begin in a later capture.
 
@@ -214,7 +235,11 @@ class SGLangAdapter(EngineAdapter):
             "with_stack": options.stack,
             "record_shapes": options.shapes,
         }
-        if self.window.count is not None:
+        if self.window.merge_profiles:
+            arguments["merge_profiles"] = True
+        if self.window.profile_by_stage:
+            arguments |= {"profile_by_stage": True, "num_steps": self.window.count}
+        elif self.window.count is not None:
             # From a start step on, num_steps is exact in every version; without one, versions
             # before 0.5.16 record one forward pass less. 1 is always the next one.
             arguments |= {"start_step": 1, "num_steps": self.window.count}
@@ -418,128 +443,3 @@ class HTTPCalls:
                 f"{self._url}{path} does not answer ({error}); is it a running SGLang server? "
                 "A server ends when one of its processes dies; its log may show the cause"
             ) from error
-
-
-def watch_manager(manager: Any, log: RequestLog) -> None:
-    """Log every request to an SGLang engine, for all of its methods and routes.
-
-    Every response has its id, lengths, cached tokens and retractions. With ``enable_metrics``, a
-    response has times: arrival and scheduling from 0.5.6 on, end of prefill from 0.5.12 on. The
-    times are unix seconds of the scheduler's host, so they are kept only if that is this host.
-    Without data-parallel ranks, it is: requests go to the scheduler of the first node, however many
-    nodes a replica has.
-    """
-    arguments = getattr(manager, "server_args", None)
-    shares_clock = min(getattr(arguments, "nnodes", 1), getattr(arguments, "dp_size", 1)) == 1
-
-    log.watch_streams(manager, "generate_request", partial(_noting, manager, log, shares_clock))
-    if log.busy is not None:
-        log.busy.sums.tokens.append(partial(getattr, manager, "last_receive_tstamp", 0.0))
-
-
-async def _noting(
-    manager: Any,
-    log: RequestLog,
-    shares_clock: bool,
-    stream: AsyncGenerator[Any, None],
-    obj: Any = None,
-    *_: Any,
-    **__: Any,
-) -> AsyncGenerator[Any, None]:
-    """Log a request; yield its outputs, which are partial responses or lists of a batch."""
-    rid = getattr(obj, "rid", None)
-    latest: dict[int, dict[str, Any]] = {}
-    prompts = _prompts(obj)  # now, as SGLang expands them
-    samples = _samples(obj)
-    given = rid if isinstance(rid, str) else ""
-    ids = [given] * prompts if samples > 1 else []  # SGLang gives each sample an id of its own
-    if isinstance(rid, list):
-        ids = rid
-    with log.open(id=given) as record:
-        try:
-            async for output in stream:
-                responses = output if isinstance(output, list) else [output]
-                if not latest and responses[0]["meta_info"].get("finish_reason") is None:
-                    record.first_token()
-                for place, response in enumerate(responses):
-                    latest[response.get("index") or place] = response["meta_info"]
-                yield output
-        finally:
-            for place in range(max([prompts * samples, *(place + 1 for place in latest)])):
-                information = latest.get(place) or _so_far(manager, given, obj)
-                _tell(record, information, shares_clock)
-                record.id = information.get("id", given)
-                if place // samples < len(ids):
-                    record.id = ids[place // samples] or record.id
-                record.prompt_ids = _prompt_ids(obj, place // samples)
-                record.close(
-                    information.get("prompt_tokens", 0),
-                    information.get("completion_tokens", 0),
-                    failed=_is_cut(information.get("finish_reason")),
-                )
-            # An abandoned request is aborted at once, as without this wrapper.
-            await stream.aclose()
-
-
-def _prompts(obj: Any) -> int:
-    """Return the number of prompts of a request, as text or as tokens."""
-    given = getattr(obj, "text", None) or getattr(obj, "input_ids", None)
-    if isinstance(given, list) and isinstance(given[0], (str, list)):
-        return len(given)
-    return 1
-
-
-def _prompt_ids(obj: Any, place: int) -> list[int]:
-    """Return the token ids of one prompt of a request; empty if the request has text."""
-    ids = getattr(obj, "input_ids", None) or []
-    if ids and isinstance(ids[0], list):
-        return ids[place] if place < len(ids) else []
-    return ids
-
-
-def _samples(obj: Any) -> int:
-    """Return the number of samples of each prompt."""
-    parameters = getattr(obj, "sampling_params", None)
-    first = parameters[0] if isinstance(parameters, list) and parameters else parameters
-    return int(first.get("n") or 1) if isinstance(first, dict) else 1
-
-
-def _is_cut(reason: Any) -> bool:
-    """Return whether a response has not ended, or was aborted."""
-    return reason is None or (isinstance(reason, dict) and reason.get("type") == "abort")
-
-
-def _so_far(manager: Any, rid: str, obj: Any) -> dict[str, Any]:
-    """Return the lengths so far of a request that ends without an output, e.g. by cancellation."""
-    state = getattr(manager, "rid_to_state", {}).get(rid)
-    if state is None:
-        return {}
-    prompt = getattr(obj, "input_ids", None) or ()
-    return {
-        "prompt_tokens": len(prompt),
-        "completion_tokens": len(getattr(state, "output_ids", ())),
-    }
-
-
-def _tell(record: OpenRequest, information: dict[str, Any], shares_clock: bool) -> None:
-    """Copy SGLang's data on a response into the request's record;
-    versions up to 0.5.9 have other keys.
-    """
-    record.cached_tokens = information.get("cached_tokens")
-    record.preemptions = information.get("num_retractions", information.get("total_retractions"))
-    if not shares_clock:
-        return
-    scheduled_s = information.get("forward_entry_time")
-    if scheduled_s is None and {"inference_time", "decode_finished_ts"} <= information.keys():
-        scheduled_s = information["decode_finished_ts"] - information["inference_time"]
-    queued_s = information.get("queue_time")
-    record.scheduled_ns = _ns(scheduled_s)
-    record.first_token_ns = _ns(information.get("prefill_finished_time"))
-    record.arrival_ns = 0
-    # A retracted request queues again.
-    if scheduled_s is not None and queued_s is not None and not record.preemptions:
-        record.arrival_ns = _ns(scheduled_s - queued_s)
-
-
-def _ns(unix_s: float | None) -> int:
-    return round(unix_s * 1e9) if unix_s else 0

@@ -10,17 +10,13 @@ import dataclasses
 import inspect
 import os
 import re
-import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from isal import igzip
 
-from verl_profiling import clock
 from verl_profiling.engines.adapter import (
     EngineAdapter,
     at_least,
@@ -28,7 +24,8 @@ from verl_profiling.engines.adapter import (
     new_spool,
     refuse_option,
 )
-from verl_profiling.engines.request_log import OpenRequest, RequestLog
+from verl_profiling.engines.request_log import RequestLog
+from verl_profiling.engines.vllm_requests import watch_vllm
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.files.opener import opened
 from verl_profiling.files.recording_names import is_recording
@@ -55,10 +52,11 @@ _VARIABLES = {
     "torch_profiler_dump_cuda_time_total": "VLLM_TORCH_PROFILER_DUMP_CUDA_TIME_TOTAL",
     "ignore_frontend": "VLLM_TORCH_PROFILER_DISABLE_ASYNC_LLM",
 }
-_REFUSED = "RetryableRequestError"  # raised by a paused engine, from vLLM 0.33 on
 _ACTIVITIES = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}
 _PLACE = re.compile(r"(?:^|_)dp(\d+)_pp(\d+)_tp(\d+)")
 _RANK = re.compile(r"rank[-_]?(\d+)")
+_PID_INSIDE = re.compile(rb'"pid":\s*(\d+)')
+_HEAD_BYTES = 1 << 20  # the process groups of thousands of ranks come before the first event
 _RANK_INSIDE = re.compile(rb'"distributedInfo":\s*\{[^}]*"rank":\s*(\d+)')
 
 
@@ -162,7 +160,7 @@ def _recording_window(rollout: RolloutOptions, tool: Tool) -> RolloutOptions:
         engine, newer = "this vllm-ascend", f"vllm-ascend>={_COUNTS_ITERATIONS}"
         counts = at_least("vllm-ascend", _COUNTS_ITERATIONS, missing=True)
     if counts:
-        return rollout.with_stacks() if _recorded_options(tool).stack else rollout
+        return rollout.with_count() if _recorded_options(tool).stack else rollout
     if rollout.start or rollout.count is not None:
         key = "rollout.start" if rollout.start else "rollout.count"
         raise ConfigError(
@@ -308,7 +306,7 @@ class VLLMAdapter(EngineAdapter):
     def died(self) -> str:
         client = getattr(_inner(self._held()), "engine_core", None)
         resources = getattr(client, "resources", None)
-        finished = getattr(getattr(resources, "engine_manager", None), "finished_procs", None)
+        finished = getattr(self._manager, "finished_procs", None)
         dead = (
             "the engine core reports its death" if getattr(resources, "engine_dead", False) else ""
         )
@@ -318,12 +316,38 @@ class VLLMAdapter(EngineAdapter):
         is_trace = is_recording(path) if self.on_npu else ".pt.trace.json" in path.name
         if not is_trace or "async_llm" in path.name:
             return None
+        rank = self._named_rank(path)
+        of_core = self._pp * self._tp
+        return rank if rank >= of_core else rank + of_core * self._core_of(path)
+
+    def _named_rank(self, path: Path) -> int:
         if place := _PLACE.search(path.name):
             dp, pp, tp = map(int, place.groups())
             return (dp * self._pp + pp) * self._tp + tp
         if rank := _RANK.search(path.name):
             return int(rank[1])
-        return _rank_inside(path)
+        return _number_inside(path, _RANK_INSIDE)  # before vLLM 0.11, the name has no rank
+
+    def _core_of(self, path: Path) -> int:
+        """Return the index of the engine core that wrote a trace; 0 if there is one, or if it is
+        unknown.
+
+        The data-parallel cores of a dense model compute apart: their traces have the same names.
+        """
+        cores = [process.pid for process in getattr(self._manager, "processes", ())]
+        if len(cores) < 2 or self.on_npu:
+            return 0
+        pid = _number_inside(path, _PID_INSIDE)
+        for process in (pid, _parent_of(pid)):
+            if process in cores:
+                return cores.index(process)
+        return 0
+
+    @property
+    def _manager(self) -> Any:
+        """The object that holds the processes of the engine cores; ``None`` if there is none."""
+        client = getattr(_inner(self._held()), "engine_core", None)
+        return getattr(getattr(client, "resources", None), "engine_manager", None)
 
     def _check_configured(self, configured: Any, wanted: str) -> str:
         """Check that the engine was started for these settings;
@@ -364,165 +388,18 @@ async def _result(answer: Any) -> None:
         await answer
 
 
-def _rank_inside(path: Path) -> int:
-    """Return the rank from the content of a trace; before vLLM 0.11, the file name has no rank."""
+def _number_inside(path: Path, pattern: re.Pattern[bytes]) -> int:
+    """Return the first number in the head of a trace that a pattern finds; 0 if there is none."""
     with opened(path) as raw, igzip.open(raw) if path.suffix == ".gz" else raw as file:
-        head: bytes = file.read(1 << 16)
-    found = _RANK_INSIDE.search(head)
+        head: bytes = file.read(_HEAD_BYTES)
+    found = pattern.search(head)
     return int(found[1]) if found else 0
 
 
-def watch_vllm(engine: Any, log: RequestLog) -> None:
-    """Log every request of an ``LLM`` or an ``AsyncLLM`` with a wrapper around ``generate``.
-
-    Each output of vLLM has the id, lengths and cached tokens of its request. Without
-    ``disable_log_stats``, it also has ``RequestStateStats``: times on the monotonic clock of the
-    engine core's process, and from 0.30 on the number of preemptions. A request with several
-    samples has none of these times, and no count of cached tokens: vLLM reports them for one
-    sample.
-    """
-    shares_clock = _shares_clock(engine)
-    if log.busy is not None:
-        log.busy.sums.tokens.append(partial(_tokens_of_open_requests, weakref.ref(engine)))
-
-    def logged_batch(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if log.running:  # logged already: chat() of an older vLLM calls generate()
-            return generate(*args, **kwargs)
-        with log.open() as batch:
-            outputs = generate(*args, **kwargs)
-            for output in outputs:
-                batch.id = output.request_id
-                _tell(batch, output if len(output.outputs) == 1 else None, shares_clock=True)
-                batch.prompt_ids = output.prompt_token_ids or ()
-                for sample in output.outputs:
-                    batch.close(
-                        _prompt_tokens(output), len(sample.token_ids), failed=_is_aborted(sample)
-                    )
-        return outputs
-
-    if hasattr(engine, "llm_engine"):
-        for method in ("generate", "chat"):
-            if hasattr(engine, method):
-                log.watch_calls(engine, logged_batch, method)
-    else:
-        log.watch_streams(engine, "generate", partial(_noting, log, shares_clock))
-
-
-def _tokens_of_open_requests(held: Callable[[], Any]) -> int:
-    """Return the number of tokens of the engine's open requests; 0 for engines of vLLM's V0."""
-    processor = getattr(_inner(held()), "output_processor", None)
-    states = [*getattr(processor, "request_states", {}).values()]
-    return sum(
-        len(getattr(getattr(state, "detokenizer", None), "token_ids", ())) for state in states
-    )
-
-
-async def _noting(
-    log: RequestLog,
-    shares_clock: bool,
-    stream: AsyncGenerator[Any, None],
-    prompt: Any = None,
-    sampling_params: Any = None,
-    request_id: str = "",
-    *_: Any,
-    **__: Any,
-) -> AsyncGenerator[Any, None]:
-    """Log a request that begins now; yield its outputs."""
-    samples = _Samples(sampling_params)
-    last: Any = None
-    with log.open(id=request_id) as record:
-        try:
-            async for output in stream:
-                if last is None and not output.finished:
-                    record.first_token()
-                if samples.come_in_parts:
-                    samples.add(output.outputs)
-                last = output
-                yield output
-        except Exception as error:
-            if last is None and type(error).__name__ == _REFUSED:
-                record.refused()
-            raise
-        finally:
-            if last is not None and not samples.lengths:  # the last output of one sample has all
-                samples.add(last.outputs)
-            _tell(record, last if samples.has_times else None, shares_clock)
-            samples.close(record, last)
-            # An abandoned request is aborted at once, as without this wrapper.
-            await stream.aclose()
-
-
-class _Samples:
-    """The samples of a request: lengths by index, and the aborted ones.
-
-    Attributes:
-        come_in_parts: Whether all outputs are needed for the lengths, and not only the last one.
-    """
-
-    def __init__(self, parameters: Any) -> None:
-        self._in_deltas = getattr(getattr(parameters, "output_kind", None), "name", "") == "DELTA"
-        self._number = getattr(parameters, "n", None) or 1
-        self._aborted: set[int] = set()
-        self.come_in_parts = self._in_deltas or self._number > 1
-        self.lengths: dict[int, int] = {}
-
-    @property
-    def has_times(self) -> bool:
-        """Whether vLLM reports the times of the request."""
-        return self._number == 1 and any(self.lengths.values())
-
-    def add(self, samples: Iterable[Any]) -> None:
-        """Add the samples of an output."""
-        for sample in samples:
-            earlier = self.lengths.get(sample.index, 0) if self._in_deltas else 0
-            self.lengths[sample.index] = earlier + len(sample.token_ids)
-            if _is_aborted(sample):
-                self._aborted.add(sample.index)
-
-    def close(self, record: OpenRequest, last: Any) -> None:
-        """Close the record once for each sample, also for those without an output yet."""
-        is_cut = last is None or not last.finished
-        record.prompt_ids = getattr(last, "prompt_token_ids", None) or ()
-        for index in range(max(self._number, len(self.lengths))):
-            failed = is_cut or index in self._aborted
-            record.close(_prompt_tokens(last), self.lengths.get(index, 0), failed=failed)
-
-
-def _is_aborted(sample: Any) -> bool:
-    return getattr(sample, "finish_reason", None) == "abort"
-
-
-def _tell(record: OpenRequest, output: Any, shares_clock: bool) -> None:
-    """Copy vLLM's data on a request into the record of the request;
-    a request without output has none.
-    """
-    record.arrival_ns = record.scheduled_ns = record.first_token_ns = record.last_token_ns = 0
-    record.cached_tokens = getattr(output, "num_cached_tokens", None)
-    statistics = getattr(output, "metrics", None)
-    record.preemptions = getattr(statistics, "num_preemptions", None)
-    if statistics is None or not shares_clock:
-        return
-    ahead_ns = clock.now_ns() - time.monotonic_ns()
-
-    def unix_ns(name: str) -> int:
-        monotonic_s = getattr(statistics, name, 0.0)
-        return ahead_ns + round(monotonic_s * 1e9) if monotonic_s else 0
-
-    record.arrival_ns = unix_ns("queued_ts")
-    record.scheduled_ns = unix_ns("scheduled_ts")
-    record.first_token_ns = unix_ns("first_token_ts")
-    record.last_token_ns = unix_ns("last_token_ts")
-
-
-def _shares_clock(engine: Any) -> bool:
-    """Return whether all engine cores run on this host, and so share one monotonic clock."""
-    parallel = getattr(getattr(engine, "vllm_config", None), "parallel_config", None)
-    here = getattr(parallel, "data_parallel_size_local", 1)
-    return (
-        getattr(parallel, "local_engines_only", False)
-        or getattr(parallel, "data_parallel_size", 1) <= here
-    )
-
-
-def _prompt_tokens(output: Any) -> int:
-    return 0 if output is None else len(output.prompt_token_ids or ())
+def _parent_of(pid: int) -> int:
+    """Return the process that started a process of this host; 0 if it is unknown."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(state.rpartition(")")[2].split()[1])

@@ -156,6 +156,20 @@ def _replica(held: Callable[[], Any], config: Any, index: int) -> EngineReplica:
     return EngineReplica(ProfilingConfig.from_any(config), recorded(engine), replica=index)
 
 
+@contextmanager
+def _hidden_event_loop() -> Iterator[None]:
+    """Hide the running event loop, e.g. of a notebook, from the hooks of a callback.
+
+    That loop waits for the call of the engine, so the hooks' coroutines need another loop.
+    """
+    running = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(running)
+
+
 class EngineLoop:
     """Calls the hooks of a callback for the work of one engine.
 
@@ -217,6 +231,7 @@ class EngineLoop:
             self._sums.tokens.remove(self._idle_ns)
         self._callback.on_train_end()
 
+    @_hidden_event_loop()
     def _gives_way(self) -> bool:
         """End the run if a mixin, or the callback of a training loop, records the engine from now
         on; return whether it is so.
@@ -239,6 +254,7 @@ class EngineLoop:
         busy = self._requests.busy
         return 0 if busy is not None and busy.running else time.monotonic_ns()
 
+    @_hidden_event_loop()
     def _begin_step(self) -> None:
         self._number += 1
         self._begin_s = time.monotonic()
@@ -247,6 +263,7 @@ class EngineLoop:
         self._end_at_exit()
         self._callback.on_rollout_begin()
 
+    @_hidden_event_loop()
     def _end_step(self, error: BaseException | None = None) -> None:
         self._callback.on_rollout_end()
         if error is not None:
@@ -267,20 +284,15 @@ class EngineLoop:
         def in_a_step(*args: Any, **kwargs: Any) -> Any:
             if self._requests.running or self._ended.is_set():
                 return call(*args, **kwargs)  # chat of an older vLLM calls generate
-            with _hidden_event_loop():
-                gives_way = self._gives_way()
-            if gives_way:
+            if self._gives_way():
                 return getattr(engine, method)(*args, **kwargs)
-            with _hidden_event_loop():
-                self._begin_step()
+            self._begin_step()
             try:
                 response = call(*args, **kwargs)
             except BaseException as error:
-                with _hidden_event_loop():
-                    self._end_step(error)
+                self._end_step(error)
                 raise
-            with _hidden_event_loop():
-                self._end_step()
+            self._end_step()
             return response
 
         setattr(engine, method, in_a_step)
@@ -321,20 +333,6 @@ class EngineLoop:
         before = self._tokens
         self._tokens = [] if self._sums is None else [count() for count in self._sums.tokens]
         return self._tokens != before or self._sums is None
-
-
-@contextmanager
-def _hidden_event_loop() -> Iterator[None]:
-    """Hide the running event loop, e.g. of a notebook, from the callback's hooks.
-
-    That loop waits for the call of the engine, so the hooks' coroutines need another loop.
-    """
-    running = asyncio._get_running_loop()
-    asyncio._set_running_loop(None)
-    try:
-        yield
-    finally:
-        asyncio._set_running_loop(running)
 
 
 def recorded(engine: Any) -> Any:

@@ -144,12 +144,16 @@ class RolloutOptions:
 
     Attributes:
         start: Engine iterations before the begin of recording (vLLM).
-        count: Engine iterations to record; ``None`` for no limit, or for 10 with stacks.
+        count: Engine iterations to record; ``None`` for no limit, or for 10 with stacks or
+            by stage.
         max_window_s: Seconds after which recording ends in any case; ``None`` for no limit.
         stop_s: Timeout (s) of the engine's stop and of writing its traces; at most nine tenths of
             ``timeouts.stop_s``, so that the result still reaches the callback.
         requests: Log begin, first token, end and lengths of each request.
         prompt_hashes: Log hashes of the blocks of each prompt, for a replay that shares prefixes.
+        profile_by_stage: Record ``count`` iterations of prefill, and as many of decode, each into a
+            trace of its own (SGLang).
+        merge_profiles: Let SGLang write one more file, with all ranks of the replica.
     """
 
     start: NotNegative = 0
@@ -158,9 +162,11 @@ class RolloutOptions:
     stop_s: Seconds = 300.0
     requests: bool = True
     prompt_hashes: bool = False
+    profile_by_stage: bool = False
+    merge_profiles: bool = False
 
-    def with_stacks(self) -> RolloutOptions:
-        """Return these options with a limit on iterations, for a recording with stacks.
+    def with_count(self) -> RolloutOptions:
+        """Return these options with a limit on iterations, for a recording with stacks or by stage.
 
         An idle engine polls with a million Python calls a second. Writing these calls takes far
         longer than the calls themselves.
