@@ -11,6 +11,7 @@ from example_loops import request, settings, spans
 from rank_processes import start_forkserver
 
 from verl_profiling import CaptureStateError, stage
+from verl_profiling.analysis import open_step
 from verl_profiling.capture.session import Session, process_session
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.workers import FSDPCaptureMixin, MegatronCaptureMixin
@@ -89,6 +90,16 @@ def test_ranks_and_mesh_are_read_and_select(tmp_path: Path) -> None:
     assert any(name.startswith("FSDP::all_gather") for name in names)
     assert any(name.startswith("gloo:") for name in names)
     assert names.count("update_actor") == 1
+
+
+def test_the_bytes_of_collectives_are_those_of_the_parameters(tmp_path: Path) -> None:
+    """Forward and backward gather each layer, then its gradients are reduced."""
+    run_two(tmp_path)
+    rows = {row.name: row for row in open_step(tmp_path).report().links}
+    of_layers = 4 * (16 * 16 + 16 + 16 * 4 + 4)  # bytes
+    assert (rows["all_gather"].calls, rows["all_gather"].bytes) == (4, 2 * of_layers)
+    assert (rows["all_reduce"].calls, rows["all_reduce"].bytes) == (2, of_layers)
+    assert all(row.bus_bytes_per_s and row.ranks == 2 for row in rows.values())
 
 
 @pytest.mark.parametrize("mixin", [FSDPCaptureMixin, MegatronCaptureMixin])

@@ -17,6 +17,7 @@ import pytest
 from example_loops import request
 
 from verl_profiling import CaptureStateError, stage
+from verl_profiling.analysis import open_step
 from verl_profiling.capture.session import Session
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.manifest import CaptureResult, Manifest, StageSpan
@@ -86,6 +87,15 @@ def test_tensor_parallel_ranks(tmp_path: Path) -> None:
         "backward-compute": 2,
     }
     assert_inside(worker.stages, "backward-compute", "update_actor")
+    activations, losses = 4 * 4 * 16 * 64, 4 * 4 * 16  # bytes of a micro-batch, of two
+    links = open_step(tmp_path / "profiling" / "step_000002").report().links
+    # Four times forward: one for the embedding, two for each of two layers, three for the loss.
+    # Twice backward: as many, but for the loss.
+    assert [(row.calls, row.bytes) for row in links] == [
+        (6 * (1 + 2 * 2), 6 * (1 + 2 * 2) * activations),
+        (4 * 3, 4 * 3 * losses),
+    ]
+    assert {row.missing for row in links} == {"calls of all ranks"}
     [step] = find_steps(tmp_path / "profiling")
     [source] = step.sources
     assert (source.lane, source.rank) == ("actor_rank1_tp1", 1)

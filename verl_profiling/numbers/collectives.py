@@ -60,7 +60,7 @@ def _in_calls(calls: Iterable[Calls]) -> dict[Lane, Spans]:
     spans: defaultdict[Lane, list[Spans]] = defaultdict(list)
     for collective in calls:
         for lane, runs in zip(collective.lanes, collective.runs, strict=True):
-            spans[lane].append(runs)
+            spans[lane].append(runs[:, :2])
     return _united(spans)
 
 

@@ -393,6 +393,51 @@ class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
     group: str = ""
 
 
+class LinkRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes and bandwidth of a collective in a process group, of messages of similar size; or of
+    two NPUs.
+
+    Attributes:
+        name: Name of the collective; for NPUs, with the transport.
+        group: Ranks of the group, as the traces list them.
+        pair: The only two hosts of the group (``host3-host7``), or the two NPUs (``0-1``).
+        reach: ``in-node`` or ``over nodes``; empty if the hosts are unknown.
+        ranks: Number of ranks.
+        calls: Calls of one rank; ``None`` for NPUs.
+        bytes: Bytes of all calls, each of the input or the output of one rank, whichever are more;
+            for NPUs, those that the first one sent. ``None`` if unknown.
+        duration_us: Time of the calls with known bandwidth, without waits for the last rank.
+        algorithm_bytes_per_s: Median of bytes over time; ``None`` if unknown.
+        bus_bytes_per_s: Median of what the slowest link carried; ``None`` if unknown.
+        best_bytes_per_s: The same in the fastest calls, 90th percentile; for NPUs, in all calls.
+        missing: Fact without which the bandwidths are unknown.
+    """
+
+    columns: ClassVar[str] = (
+        "collective=name, ranks=group, pair, reach, calls, bytes, a call=call_bytes, "
+        "time=duration_us, algorithm=algorithm_bytes_per_s, bus=bus_bytes_per_s, "
+        "+at best=best_bytes_per_s, unknown=missing"
+    )
+
+    name: str
+    group: str
+    pair: str
+    reach: str
+    ranks: int = 2
+    calls: int | None = None
+    bytes: float | None
+    duration_us: float = 0.0
+    algorithm_bytes_per_s: float | None = None
+    bus_bytes_per_s: float | None = None
+    best_bytes_per_s: float | None = None
+    missing: str = ""
+
+    @property
+    def call_bytes(self) -> float | None:
+        """Mean bytes of a call; ``None`` if unknown."""
+        return self.bytes and self.calls and self.bytes / self.calls
+
+
 class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
     """One kernel (or operator, in a CPU trace) in one stage, over all lanes.
 

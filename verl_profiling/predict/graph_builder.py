@@ -18,11 +18,11 @@ from verl_profiling.predict.step_graph import Graph
 from verl_profiling.slices.intervals import EMPTY, overlaps
 from verl_profiling.slices.slices import Slices, peers
 from verl_profiling.steps.calls import Calls
+from verl_profiling.steps.kinds import LAUNCHES
 from verl_profiling.steps.lanes import Lane
 from verl_profiling.steps.requests import VALIDATE
 
 _MOST_COLLECTIVES = 5_000  # those with the longest waits; others get no segment
-_LAUNCHES = "c10d::"  # names of host calls that launch a collective
 # share of a collective that overlaps computation, above which no rank counts as waiting in it
 _HIDDEN = 0.5
 _ENTRIES = "ranks without recorded collectives wait in a stage for the last one to enter it"
@@ -281,13 +281,13 @@ def _waited_for(calls: Iterable[Calls], name_of: Callable[[Lane], str]) -> Itera
     """
     found = []
     for one in calls:
-        if one.name.startswith(_LAUNCHES) or len(set(map(name_of, one.lanes))) < len(one.lanes):
+        if one.name.startswith(LAUNCHES) or len(set(map(name_of, one.lanes))) < len(one.lanes):
             continue
         enter, leave = one.runs[:, :, 0], one.runs[:, :, 1]
         beside = np.stack(
             [
                 overlaps(runs, lane.compute if lane.on_device else EMPTY)
-                for lane, runs in zip(one.lanes, one.runs, strict=True)
+                for lane, runs in zip(one.lanes, one.runs[:, :, :2], strict=True)
             ]
         )
         waited = leave.min(axis=0) > enter.max(axis=0)
@@ -296,7 +296,7 @@ def _waited_for(calls: Iterable[Calls], name_of: Callable[[Lane], str]) -> Itera
         found += [(int(waits[call]), one, call) for call in np.flatnonzero(waited).tolist()]
     found.sort(key=lambda call: -call[0])
     for _, one, call in found[:_MOST_COLLECTIVES]:
-        yield [name_of(lane) for lane in one.lanes], one.name, one.runs[:, call]
+        yield [name_of(lane) for lane in one.lanes], one.name, one.runs[:, call, :2]
 
 
 _begin_of = attrgetter("begin_ns")

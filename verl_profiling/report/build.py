@@ -16,6 +16,7 @@ from verl_profiling.files.watch_log import read_watch_log
 from verl_profiling.manifest import MANIFEST_NAME, WEIGHT_SYNC, Manifest
 from verl_profiling.numbers import anatomy, capture_rows, collectives, lost, usage
 from verl_profiling.numbers.achieved import Models, achieved_rows
+from verl_profiling.numbers.bandwidth import link_rows
 from verl_profiling.numbers.given_work import with_reason, work_rows
 from verl_profiling.numbers.rollout_section import rollout_of
 from verl_profiling.numbers.suspects import requested_of
@@ -85,6 +86,7 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         achieved=achieved,
         unknown_limits=unknown_limits,
         collectives=collectives.collective_rows(calls),
+        links=link_rows(step, calls),
         unmatched_us=unmatched_ns / 1000,
         kernels=usage.kernels(step),
         lost=lost.lost_total(device_rows, _parts(step, devices, explanation)),

@@ -17,7 +17,7 @@ import msgspec
 from verl_profiling.manifest import WEIGHT_SYNC
 from verl_profiling.numbers.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.numbers.lost import ROLLOUT
-from verl_profiling.report import losses
+from verl_profiling.report import losses, slow_links
 from verl_profiling.report.losses import (
     AWAIT,
     MARK_MORE,
@@ -255,7 +255,8 @@ _RANKED = (
     Rule("between_stages", 0.20, "were idle while the loop was in no stage", _MARK_STAGES, ""),
     Rule("host_bound", 0.15, losses.host_bound),
     Rule("unexplained", 0.20, losses.unexplained),
-    Rule("exposed_communication", 0.05, losses.communication),
+    Rule("exposed_communication", 0.05, slow_links.communication),
+    Rule("slow_link", 0.05, slow_links.slow_links, "measure this link alone, e.g. with nccl-tests"),
 )
 _LAST = (
     Rule("capture", 0.05, _capture, _RECORD_LESS),  # of the step

@@ -60,6 +60,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             the work are known.
         unknown_limits: Sentences on what is missing for ``achieved``.
         collectives: The collectives with the longest waits.
+        links: Bytes and bandwidth of collectives by group and size, and of pairs of NPUs.
         kernels: All kernels (operators, in a CPU trace), those with most self time first.
         lost: Lane-seconds that are idle or wait for other ranks, by cause, largest first,
             ``unexplained`` last; lanes that share a device count once.
@@ -113,6 +114,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     achieved: list[columns.AchievedRow] = []
     unknown_limits: list[str] = []
     collectives: list[columns.CollectiveRow]
+    links: list[columns.LinkRow] = []
     kernels: list[columns.KernelRow]
     lost: list[columns.LostRow]
     throughput: Throughput | None

@@ -160,6 +160,8 @@ def cell(field: str, row: Any) -> Cell:
 
 def _number(value: float, field: str, unit: str) -> str:
     """Return a number in the unit of its field, else of its row."""
+    if field.endswith("per_s"):
+        return f"{byte_size(value)}/s"
     if field.endswith("_us"):
         return duration(value / 1e6)
     if field.endswith("_s") or field == "seconds" or unit == "s":
@@ -168,7 +170,7 @@ def _number(value: float, field: str, unit: str) -> str:
         return f"{value:.1%}"
     if unit.endswith("-hours"):
         return f"{three_digits(value)} {unit}"
-    if "bytes" in (field, unit):
+    if field.endswith("bytes") or unit == "bytes":
         return byte_size(value)
     if isinstance(value, int):
         return f"{value:,}"
@@ -376,6 +378,12 @@ _TABLES = (
         "Of peak: dense bfloat16; without what is computed again, and without padding.",
     ),
     Table("collectives"),
+    Table(
+        "links",
+        "Times are of the last rank, without waits. Unknown bandwidths say the fact that is "
+        "missing.",
+        most=100,
+    ),
     Table("kernels", _on_cpus("CPU traces: the rows are operators instead of kernels."), most=40),
     Table("measures", "If a stage ran several times, the largest value is shown."),
     Table("counters", "A sample is valid until the next sample; the mean is over time."),

@@ -29,6 +29,8 @@ from verl_profiling.steps.kinds import (
 )
 from verl_profiling.steps.lane_events import LONGEST_NAME, LaneEvents, LaneJob, LaneTraces
 from verl_profiling.steps.lanes import Lane
+from verl_profiling.steps.messages import with_entered
+from verl_profiling.steps.npu_links import npu_links
 from verl_profiling.steps.rows import Rows, joined
 from verl_profiling.steps.step import GRAPH_CAPTURE
 from verl_profiling.units import duration
@@ -55,7 +57,20 @@ def read_lane(job: LaneJob) -> LaneTraces:
     events = LaneEvents(job)
     if events.traces.paths:
         events.traces.lanes = _lanes(events)
+        _add_links(events.traces)
     return events.traces
+
+
+def _add_links(traces: LaneTraces) -> None:
+    """Add what torch_npu wrote of the links beside a trace; a wrong file costs these alone."""
+    for path in traces.paths:
+        try:
+            links = npu_links(path)
+        except Exception as error:
+            traces.note(f"the bandwidth between NPUs is unknown: {type(error).__name__}: {error}")
+        else:
+            for lane in traces.lanes:
+                lane.links += links
 
 
 class _Launches(NamedTuple):
@@ -271,15 +286,21 @@ def _reduced(
     return reduced
 
 
-def _collectives(events: LaneEvents, rows: Rows) -> dict[tuple[str, Group], Spans]:
-    """Return the runs of each collective by name and process group, sorted by begin."""
+def _collectives(events: LaneEvents, rows: Rows) -> dict[tuple[str, Group], Ints]:
+    """Return the runs of each collective by name and process group, sorted by begin.
+
+    Of each run: begin, end (ns), and bytes (0 if unknown).
+    """
     runs = rows.of(np.argsort(rows.spans[:, 0], kind="stable"))
     only = next(iter(events.groups)) if len(events.groups) == 1 else None
+    keys = events.table.keys
+    sizes = np.array([key.bytes for key in keys], np.int64)[runs.keys]
+    sized = np.column_stack((runs.spans, sizes))
     numbers = defaultdict[tuple[str, Group], list[int]](list)
     for number in np.unique(runs.keys).tolist():
-        key = events.table.keys[number]
-        numbers[key.name, key.group or only or Group()].append(number)
-    return {call: runs.spans[np.isin(runs.keys, of_call)] for call, of_call in numbers.items()}
+        numbers[keys[number].name, keys[number].group or only or Group()].append(number)
+    collectives = {call: sized[np.isin(runs.keys, found)] for call, found in numbers.items()}
+    return with_entered(collectives, events.entered)
 
 
 def _ops(

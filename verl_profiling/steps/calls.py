@@ -30,7 +30,7 @@ class Calls(NamedTuple):
         name: Name of the collective's kernel or operator.
         group: Process group of the collective.
         lanes: Lanes of the captured ranks.
-        runs: Begin and end (ns) of each rank's run of each call, shape (ranks, calls, 2).
+        runs: Begin, end (ns) and bytes of each rank's run of each call, shape (ranks, calls, 3).
         cost: Duration of each call's shortest run (ns): that of the last rank, which did not wait.
         last: Index in ``lanes`` of the rank with the shortest run of each call.
     """
@@ -108,8 +108,8 @@ def _engines(lanes: list[Lane], size: int) -> list[list[Lane]]:
     return [lanes] if is_group else []
 
 
-def _left_together(of_lanes: Sequence[Spans], error_ns: int, is_one_clock: bool) -> Ints:
-    """Return the runs of the calls that all ranks left together, shape (ranks, calls, 2).
+def _left_together(of_lanes: Sequence[Ints], error_ns: int, is_one_clock: bool) -> Ints:
+    """Return the runs of the calls that all ranks left together, shape (ranks, calls, 3).
 
     The nth runs of all ranks are one call, unless their ends do not fit. For example, a profiler
     that began and ended one call later has the same number of runs. If ranks have different
@@ -136,9 +136,9 @@ def _left_together(of_lanes: Sequence[Spans], error_ns: int, is_one_clock: bool)
     return by_end[:, leave.min(axis=0) + error_ns >= enter.max(axis=0)]
 
 
-def _left_steadily(of_lanes: Sequence[Spans]) -> Ints:
+def _left_steadily(of_lanes: Sequence[Ints]) -> Ints:
     """Return the runs of the calls that all ranks left together, on hosts with unknown clock
-    offsets; shape (ranks, calls, 2).
+    offsets; shape (ranks, calls, 3).
 
     With an offset, ends that are near each other may be of different calls. But in a right match,
     the ends of two ranks are equally far apart in all calls. So of the matches by order and by end,
@@ -159,7 +159,7 @@ def _unsteady_ns(runs: Ints) -> float:
     return float(np.abs(apart_ns - np.median(apart_ns, axis=1, keepdims=True)).mean())
 
 
-def _recorded_by_all(of_lanes: Sequence[Spans]) -> int:
+def _recorded_by_all(of_lanes: Sequence[Ints]) -> int:
     """Return how many calls all ranks may have recorded: the fewest runs of a rank that end while
     all ranks record.
     """
@@ -168,8 +168,8 @@ def _recorded_by_all(of_lanes: Sequence[Spans]) -> int:
     return min(int(((first <= runs[:, 1]) & (runs[:, 1] <= last)).sum()) for runs in of_lanes)
 
 
-def _by_end(of_lanes: Sequence[Spans]) -> Ints:
-    """Return the runs that match by end, shape (ranks, calls, 2).
+def _by_end(of_lanes: Sequence[Ints]) -> Ints:
+    """Return the runs that match by end, shape (ranks, calls, 3).
 
     A run of the rank with the fewest runs matches the run of each other rank with the nearest end,
     if its own end is also the nearest for that run.

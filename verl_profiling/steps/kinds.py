@@ -190,7 +190,10 @@ PATTERNS = (
 :func:`own_name`.
 """
 
-HOST_COLLECTIVES = ("gloo:", "nccl:", "mpi:", "ucc:", "xccl:", "hccl:", "c10d::")
+LAUNCHES = "c10d::"
+"""Prefix of the names of host calls that launch a collective."""
+
+HOST_COLLECTIVES = ("gloo:", "nccl:", "mpi:", "ucc:", "xccl:", "hccl:", LAUNCHES)
 """Prefixes of the names of collective operators on the host: backends of torch.distributed."""
 
 _OTHERS = re.compile("|".join(f"(?:{row.pattern})" for row in PATTERNS[1:]))
@@ -246,11 +249,13 @@ class Group(NamedTuple):
         ranks: Ranks of the group, as listed in the trace. On an NPU, the number of the group, which
             is part of the names of its collectives.
         size: Number of ranks; 0 if unknown.
+        collective: Name of the collective, if the trace has it: a kernel's own name may not say it.
     """
 
     name: str = ""
     ranks: str = ""
     size: int = 1
+    collective: str = ""
 
 
 class _Said(msgspec.Struct, gc=False):
@@ -260,21 +265,42 @@ class _Said(msgspec.Struct, gc=False):
     name: str | int = msgspec.field(name="Process Group Name", default="")
     ranks: str = msgspec.field(name="Process Group Ranks", default="")
     size: int = msgspec.field(name="Group size", default=0)
+    sent: int = msgspec.field(name="In msg nelems", default=0)
+    received: int = msgspec.field(name="Out msg nelems", default=0)
+    type: str = msgspec.field(name="dtype", default="")
 
 
 _ARGUMENTS = msgspec.json.Decoder(_Said, strict=False)
 
 
-def group_of(kernel: str, args: msgspec.Raw) -> Group | None:
-    """Return the process group of a communication kernel, from its arguments.
+# Types of torch by the size of an element (bytes), of names in pytorch/pytorch:
+# c10/core/ScalarType.h
+_ITEM_BYTES = {
+    1: "Bool Byte Char Float8_e4m3fn Float8_e5m2",
+    2: "Short Half BFloat16",
+    4: "Int Float",
+    8: "Long Double",
+}
 
-    It is ``None`` if the arguments list no ranks. A send or receive has the unknown group.
+
+def item_bytes(type_name: str) -> int:
+    """Return the size of an element of a torch type, e.g. ``BFloat16``; 0 for an unknown type."""
+    return next((size for size, names in _ITEM_BYTES.items() if type_name in names.split()), 0)
+
+
+def group_and_bytes(kernel: str, args: msgspec.Raw) -> tuple[Group | None, int]:
+    """Return the process group of a communication kernel and its bytes, from its arguments.
+
+    The group is ``None`` if the arguments list no ranks. A send or receive has the unknown group.
+    The bytes are those of the input or of the output of one rank, whichever are more, as nccl-tests
+    count them (``doc/PERFORMANCE.md`` there); 0 if elements or type are unknown.
     """
     try:
         said = _ARGUMENTS.decode(args)
     except UNDECODABLE:
         said = _Said()
-    return _group(kernel, said.collective, str(said.name), said.ranks, said.size)
+    size = max(said.sent, said.received) * item_bytes(said.type)
+    return _group(kernel, said.collective, str(said.name), said.ranks, said.size), size
 
 
 @lru_cache(maxsize=1024)
@@ -282,7 +308,7 @@ def _group(kernel: str, collective: str, name: str, ranks: str, size: int) -> Gr
     said = f"{own_name(kernel[:_LONGEST])} {collective}"
     if _BETWEEN_TWO.search(said) and not _ALL_TO_ALL.search(collective):
         return Group()
-    return Group(name, ranks, size) if any(map(str.isdigit, ranks)) else None
+    return Group(name, ranks, size, collective) if any(map(str.isdigit, ranks)) else None
 
 
 def only_group(info: Any) -> Group | None:

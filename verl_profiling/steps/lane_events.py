@@ -32,13 +32,14 @@ from verl_profiling.steps.kinds import (
     UNKNOWN,
     Group,
     communicates,
-    group_of,
+    group_and_bytes,
     is_launch,
     kind_of,
     npu_kind,
     only_group,
 )
 from verl_profiling.steps.lanes import Lane
+from verl_profiling.steps.messages import Entered, entered_in
 from verl_profiling.steps.rows import Key, Keys, KeyTable, Rows, joined, to_spans
 from verl_profiling.steps.step import Source
 from verl_profiling.steps.trace import NO_ARGS, Event, Trace
@@ -126,6 +127,7 @@ class LaneEvents:
         unknown: Unknown categories, in order.
         strange: Annotations that seem to be iterations of an engine, but are not understood.
         groups: The process group in each trace's header, if it is the only one; else ``None``.
+        entered: Collectives of gloo that the process entered, from each trace's header.
         recordings: The time that each trace covers.
         cut_off: Names of the files whose end is missing.
         has_device: Whether there are events of a device.
@@ -148,6 +150,7 @@ class LaneEvents:
         self.unknown: dict[str, None] = {}
         self.strange: dict[str, None] = {}
         self.groups: set[Group | None] = set()
+        self.entered: list[Entered] = []
         self.recordings: list[Recording] = []
         self.cut_off: list[str] = []
         self.has_device = self.says_device = self.launches = self.works = False
@@ -178,6 +181,7 @@ class LaneEvents:
         trace = Trace(source.file, self.job.limits, source.pids)
         self.traces.paths.append(source.path)
         self.groups.add(only_group(trace.metadata.get("distributedInfo")))
+        self.entered += entered_in(trace.metadata, source.offset_ns)
         self.recordings.append(Recording(limits=source.recorded_ns))
         self._said.clear()
         self._task_types.clear()
@@ -286,7 +290,8 @@ class LaneEvents:
             return self._task(event)
         kind, key = self._kind(event.cat, event.name), Key(event.name, event.pid, event.tid)
         if kind == COMMUNICATION or (kind == HOST_COMMUNICATION and not self.has_device):
-            return self.table.number(kind, key._replace(group=group_of(event.name, event.args)))
+            group, size = group_and_bytes(event.name, event.args)
+            return self.table.number(kind, key._replace(group=group, bytes=size))
         if kind == UNKNOWN:
             self.unknown[event.cat[:LONGEST_NAME]] = None
             if _OF_A_STREAM.search(event.args):
@@ -321,11 +326,12 @@ class LaneEvents:
         known now.
         """
         for number, task_type in self._task_types.items():
-            name, pid, tid, group = self.table.keys[number]
+            name, pid, tid, group, _ = self.table.keys[number]
             process = self._said.get(("process_name", pid, None), "")
             thread = self._said.get(("thread_name", pid, tid), "")
             kind = npu_kind(process, pid, thread, name, task_type.decode("utf-8", "replace"))
-            self.table.change(number, kind, Key(name, pid, tid, group_of(name, NO_ARGS) or group))
+            between_two, _ = group_and_bytes(name, NO_ARGS)
+            self.table.change(number, kind, Key(name, pid, tid, between_two or group))
             self.names[pid] = self._said.get(("process_labels", pid, None)) or "device"
         rows = joined(self._waiting)
         kinds = self.table.kinds(rows.keys)

@@ -23,6 +23,7 @@ from verl_profiling.slices.intervals import (
     union,
 )
 from verl_profiling.steps.kinds import Group
+from verl_profiling.steps.npu_links import Link
 from verl_profiling.steps.requests import VALIDATE, RequestRow, requests
 from verl_profiling.steps.step import Source
 
@@ -49,7 +50,9 @@ class Lane:
         communication: Spans of communication.
         memory: Spans in which memory was copied or set.
         unrecognised: Spans of device events of unknown categories, if a device has no others.
-        collectives: All runs of each collective by name and process group, sorted by begin.
+        collectives: All runs of each collective by name and process group, sorted by begin, each
+            with begin, end (ns) and bytes (0 if unknown).
+        links: What a vendor's tool recorded of the links of an NPU.
         ops: Calls and self time (ns) of kernels, or of operators in a CPU trace, by stage and name.
         stages: Runs of the worker's own stages.
         pauses: Spans in which Python's garbage collector stopped the process.
@@ -76,7 +79,8 @@ class Lane:
     communication: Spans = field(default_factory=lambda: EMPTY)
     memory: Spans = field(default_factory=lambda: EMPTY)
     unrecognised: Spans = field(default_factory=lambda: EMPTY)
-    collectives: Mapping[tuple[str, Group], Spans] = field(default_factory=dict)
+    collectives: Mapping[tuple[str, Group], Ints] = field(default_factory=dict)
+    links: list[Link] = field(default_factory=list)
     ops: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     stages: Sequence[StageSpan] = ()
     pauses: Spans = field(default_factory=lambda: EMPTY)

@@ -33,12 +33,14 @@ class Key(NamedTuple):
         pid: Id of their process in the trace.
         tid: Id of their thread or stream in the trace.
         group: Process group of a collective; ``None`` for other events, or if unknown.
+        bytes: Bytes of a collective; 0 for other events, or if unknown.
     """
 
     name: str
     pid: object
     tid: object
     group: Group | None = None
+    bytes: int = 0
 
 
 class Rows(NamedTuple):

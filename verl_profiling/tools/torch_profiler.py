@@ -6,7 +6,7 @@ import inspect
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -21,6 +21,7 @@ from verl_profiling.files.machine import lost_kernels, own_bytes, used_devices
 from verl_profiling.files.opener import move_file, opened, remove_file, scratch_folder, whole_file
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool, imported
+from verl_profiling.tools.flight_recorder import recorded_collectives
 from verl_profiling.typed_values import NotNegative, Positive
 
 logger = logging.getLogger(__name__)
@@ -283,7 +284,8 @@ class _TorchRecording(Recording):
         with scratch_folder(final) as scratch:
             written = scratch / final.stem
             self._profiler.export_chrome_trace(str(written))
-            output = output_of_trace(written, final, expected, self._shown.values(), device)
+            names = self._shown.values()
+            output = output_of_trace(written, final, expected, names, device, recorded_collectives)
         events = [self._profiler.profiler]  # in a reference cycle: released by clear() below
         self._profiler.profiler = None
         if (finish := output.finish) is None:
@@ -319,7 +321,12 @@ def _started_profilers() -> list[int]:
 
 
 def output_of_trace(
-    written: Path, final: Path, expected: Artifact, ranges: Iterable[str] = (), device: str = ""
+    written: Path,
+    final: Path,
+    expected: Artifact,
+    ranges: Iterable[str] = (),
+    device: str = "",
+    records: Callable[[], bytes] = bytes,
 ) -> Output:
     """Move a new trace to its final name; ``finish`` of the output compresses and verifies it.
 
@@ -332,6 +339,7 @@ def output_of_trace(
         expected: The expected artifact, not finished yet.
         ranges: Names of user annotations that the profiler recorded as operators.
         device: Type of the used device, whose events must be in the trace; empty for none.
+        records: Returns torch's records of collectives, which become a part of the header.
 
     Returns:
         A ``pending`` output whose ``finish`` compresses and verifies, or a final one that is
@@ -360,7 +368,10 @@ def output_of_trace(
         reason = f"cut off after {size} bytes ({_why_not_writable(final.parent)})"
         return Output(expected.with_status("truncated", reason, path=raw.name, bytes=size))
     names = sorted(set(ranges))
-    return Output(pending, lambda: _compressed(raw, final, pending, _annotations(names), device))
+    return Output(
+        pending,
+        lambda: _compressed(raw, final, pending, _annotations(names), device, records()),
+    )
 
 
 def _tail(path: Path) -> bytes:
@@ -392,15 +403,20 @@ def _annotations(names: list[str]) -> re.Pattern[bytes] | None:
 
 
 def _compressed(
-    raw: Path, final: Path, pending: Artifact, annotations: re.Pattern[bytes] | None, device: str
+    raw: Path,
+    final: Path,
+    pending: Artifact,
+    annotations: re.Pattern[bytes] | None,
+    device: str,
+    records: bytes,
 ) -> Artifact:
-    """Compress ``raw`` to ``final``, read it back, and only then remove ``raw``.
+    """Compress ``raw`` and the records to ``final``, read it back, and only then remove ``raw``.
 
     After a failure, the raw file is kept and becomes the artifact.
     """
     try:
         with opened(raw) as source, whole_file(final) as packed:
-            _compress(source, packed, annotations)
+            _compress(source, packed, annotations, records)
             artifact = _read_through(packed, pending, device)
             if artifact.status == "truncated":
                 raise OSError("the compressed file cannot be read back completely")
@@ -411,8 +427,14 @@ def _compressed(
     return artifact
 
 
-def _compress(source: BinaryIO, packed: BinaryIO, annotations: re.Pattern[bytes] | None) -> None:
+def _compress(
+    source: BinaryIO, packed: BinaryIO, annotations: re.Pattern[bytes] | None, records: bytes
+) -> None:
     with igzip.open(packed, "wb", compresslevel=_LEVEL) as target:
+        if records:
+            space, brace, _ = source.readline().partition(b"{")  # Kineto writes white space first
+            target.write(b'{"collectives": %s,' % records)
+            source.seek(len(space + brace))
         for piece in _pieces(source):
             if annotations is not None:
                 piece = annotations.sub(rb'"cat": "user_annotation",\1', piece)

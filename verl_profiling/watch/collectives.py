@@ -10,7 +10,6 @@ GPU.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ import msgspec
 
 from verl_profiling.files.step_summary import Collectives, Period, RankUse, StepSummary
 from verl_profiling.identity import ROLLOUT_ROLE
+from verl_profiling.tools.flight_recorder import GROUPS, recorded_collectives
 
 ASKED_STEPS, MOST_STEPS = 6, 40  # ranks begin at different times
 """Number of steps whose records are read, one more than the sign ``leader`` needs;
@@ -30,11 +30,6 @@ MATTERS = 0.05
 """Minimum share of exposed time in stages without a slowest process, to read the records."""
 
 _PAUSE = 100  # steps without reading, after steps with it
-_RECORDER = "torch._C._distributed_c10d"
-_GROUPS = "torch.distributed.distributed_c10d"
-_BACKEND = "gloo"
-_MOST_ENTRIES = 5_000
-"""Maximum number of records: reading 2,000 holds the GIL for 40 ms, 20,000 for half a second."""
 
 
 class _Entry(msgspec.Struct):
@@ -70,22 +65,19 @@ def entered_collectives() -> list[tuple[str, int, int]]:
 
     The list is empty if the recorder is off, or of another version.
     """
-    dump = getattr(sys.modules.get(_RECORDER), "_dump_fr_trace_json", None)
-    if dump is None:
+    records = recorded_collectives()
+    if not records:
         return []
     try:
-        world = sys.modules[_GROUPS]._world
-        dear = int(os.environ.get("TORCH_FR_BUFFER_SIZE") or 0) > _MOST_ENTRIES
-        if dear or not any(_BACKEND in backend for backend, _ in world.pg_map.values()):
-            return []
+        world = sys.modules[GROUPS]._world
         sizes = {name: len(world.pg_group_ranks[group]) for group, name in world.pg_names.items()}
-        found = msgspec.json.decode(dump(True, False), type=_Records).entries
+        found = msgspec.json.decode(records, type=_Records).entries
     except Exception:  # private to torch: it changes between versions
         return []
     return [
         (f"{group} {sizes.get(group, 0)}", one.collective_seq_id, one.time_created_ns)
         for one in found
-        if one.profiling_name.startswith(f"{_BACKEND}:") and not one.is_p2p
+        if one.profiling_name.startswith("gloo:") and not one.is_p2p
         for group in one.process_group[:1]
     ]
 

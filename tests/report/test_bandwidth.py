@@ -1,0 +1,173 @@
+"""Bytes and bandwidth of collectives and links: held against counts, nccl-tests' formulas and the
+files of torch_npu.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sqlite3
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from drawn_steps import Drawn, Kernel, Worker, in_group, report_of
+from step_folders import rewrite_worker
+
+from verl_profiling.analysis import open_step
+from verl_profiling.cli import main
+from verl_profiling.files.run_files import read_manifest
+from verl_profiling.report.model import Report
+
+DATA = Path(__file__).parents[1] / "data"
+REDUCE, SEND = "ncclDevKernel_AllReduce_Sum", "ncclDevKernel_SendRecv"
+RESNET_50 = 25_557_032  # parameters, of torchvision; the trace has three steps of data parallelism
+
+
+def moved(kernel: Drawn, ranks: list[int], collective: str, **said: Any) -> Kernel:
+    """Return a kernel that moves 2 MB in and out of its rank, unless it is said otherwise."""
+    *drawn, group = in_group(kernel, ranks, collective, name=str(ranks))
+    facts = {"In msg nelems": 1_000_000, "Out msg nelems": 1_000_000, "dtype": "BFloat16"}
+    facts |= {key.replace("_", " "): value for key, value in said.items()}
+    return (*drawn, {**group, **facts})
+
+
+def report_on(folder: Path, *of_ranks: list[Kernel], hosts: str = "") -> Report:
+    """Return the report of ranks with these kernels, each on the host of its letter."""
+    stages = [("update_actor", 0, 10)]
+    workers = [
+        Worker("actor", rank, stages=stages, kernels=kernels)
+        for rank, kernels in enumerate(of_ranks)
+    ]
+    report = report_of(folder, stages, workers)
+    for worker, host in zip(read_manifest(folder).workers, hosts, strict=False):
+        identity = msgspec.structs.replace(worker.identity, host=f"node{host}")
+        rewrite_worker(folder, worker.name, identity=identity)
+    return open_step(folder).report() if hosts else report
+
+
+def test_the_last_rank_gives_the_bandwidth(tmp_path: Path) -> None:
+    """Waiting is no bandwidth; the factors are those of nccl-tests, and all bytes of gathering are
+    what comes out.
+    """
+    ranks = [0, 1, 2, 3]
+    early = [
+        moved((REDUCE, 1, 4), ranks, "allreduce"),
+        moved((REDUCE, 5, 7), ranks, "_allgather_base", In_msg_nelems=250_000),
+    ]
+    late = [
+        moved((REDUCE, 3.5, 4), ranks, "allreduce"),
+        moved((REDUCE, 6, 7), ranks, "_allgather_base", In_msg_nelems=250_000),
+    ]
+    rows = report_on(tmp_path, early, late, early, early, hosts="AABB").links
+    shown = {row.name: row for row in rows}
+    reduce, gather = shown["all_reduce"], shown["all_gather"]
+    assert (reduce.bytes, reduce.algorithm_bytes_per_s, reduce.bus_bytes_per_s) == (2e6, 4e6, 6e6)
+    assert (gather.bytes, gather.algorithm_bytes_per_s, gather.bus_bytes_per_s) == (2e6, 2e6, 1.5e6)
+    assert {(row.reach, row.pair) for row in rows} == {("over nodes", "nodeA-nodeB")}
+
+
+@pytest.mark.parametrize(
+    ("collective", "said", "missing"),
+    [
+        ("allreduce", {"dtype": ""}, "elements or type"),
+        ("allreduce", {"In_msg_nelems": 0, "Out_msg_nelems": 0}, "elements or type"),
+        ("broadcast", {}, "a collective that all ranks leave together"),
+        ("coalesced", {}, "a collective that all ranks leave together"),
+        ("all_to_allv", {"In_msg_nelems": 3_000_000}, "equal bytes of all ranks"),
+    ],
+)
+def test_a_missing_fact_is_named(
+    tmp_path: Path, collective: str, said: dict[str, Any], missing: str
+) -> None:
+    """No bandwidth is claimed without it."""
+    name = REDUCE if collective == "allreduce" else SEND
+    first = moved((name, 1, 4), [0, 1], collective, **said)
+    second = moved((name, 2, 4), [0, 1], collective, **({} if "equal" in missing else said))
+    (row,) = report_on(tmp_path, [first], [second]).links
+    assert (row.missing, row.bus_bytes_per_s) == (missing, None)
+    (row,) = report_on(tmp_path, [moved((REDUCE, 1, 4), [0, 1], "allreduce")]).links
+    assert (row.bytes, row.missing) == (2e6, "calls of all ranks")
+
+
+def calls_in(pair: list[int], begin: float, lasts: float) -> list[Kernel]:
+    return [moved((REDUCE, begin + n, begin + n + lasts), pair, "allreduce") for n in range(2)]
+
+
+@pytest.mark.parametrize(("lasts", "named"), [(0.9, True), (0.3, False)])
+def test_a_slow_pair_of_hosts_is_named(tmp_path: Path, lasts: float, named: bool) -> None:
+    """And the bandwidth in a node and over nodes, in the finding on communication."""
+    slow, usual = calls_in([0, 2], 4, lasts), calls_in([0, 1], 1, 0.2)
+    other = calls_in([1, 2], 7, 0.2)
+    inside = calls_in([2, 3], 0, 0.1)
+    kernels = [[*usual, *slow], [*usual, *other], [*inside, *slow, *other], inside]
+    report = report_on(tmp_path, *kernels, hosts="ABCC")
+    found = {finding.rule: finding.text for finding in report.findings}
+    assert ("slow_link" in found) == named
+    if named:
+        assert found["slow_link"].startswith(
+            "The link nodeA-nodeC is slow: all_reduce runs over it with 2.22 MB/s, over the other "
+            "pairs with 10 MB/s, which is 2.80 lane-seconds"
+        )
+        assert (
+            "all_reduce is in-node 20 MB/s; over nodes 2.22 MB/s" in found["exposed_communication"]
+        )
+
+
+def test_the_bytes_of_a_real_trace_of_nccl(tmp_path: Path) -> None:
+    """Gradients of a ResNet-50 in each of three steps, exactly."""
+    links = open_step(DATA / "nccl_data.json.gz").report().links
+    assert sum(row.bytes or 0 for row in links if row.name == "all_reduce") == 3 * 4 * RESNET_50
+
+
+def test_links_of_npus_are_those_of_torch_npu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes, bandwidth and pairs of ranks of real captures, from text and database; a damaged file
+    costs these alone.
+    """
+    with tarfile.open(DATA / "ascend_level1.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    output = "rank{}_ascend_pt/ASCEND_PROFILER_OUTPUT"
+    theirs = set()
+    for rank in (0, 1):
+        matrix = tmp_path / "text" / output.format(rank) / "communication_matrix.json"
+        [step] = json.loads(matrix.read_bytes()).values()
+        [pairs] = [step["collective"][name] for name in step["collective"] if "-total@" in name]
+        theirs |= {
+            (ranks, round(pair["Transit Size(MB)"], 9), pair["Bandwidth(GB/s)"])
+            for ranks, pair in pairs.items()
+            if pair["Transport Type"] != "LOCAL"
+        }
+    assert len(theirs) == 14
+    assert rows_of(tmp_path / "text") == theirs
+    query = (
+        "SELECT src_rank || '-' || dst_rank, transit_size, bandwidth FROM CommAnalyzerMatrix "
+        "WHERE hccl_op_name = 'allreduce-total' AND transport_type = 'HCCS'"
+    )
+    theirs = set()
+    for rank in (0, 1):
+        with sqlite3.connect(tmp_path / "db" / output.format(rank) / "analysis.db") as database:
+            theirs |= {
+                (pair, round(size, 9), speed) for pair, size, speed in database.execute(query)
+            }
+        database.close()
+    assert len(theirs) == 14
+    assert rows_of(tmp_path / "db") == theirs
+    matrix.write_text('{"step50": {"collective": {"allreduce-total@1": {"0-1": {}}}}}')
+    assert main(["report", str(tmp_path / "text"), "--csv", str(tmp_path / "csv")]) == 0
+    assert "the bandwidth between NPUs is unknown" in capsys.readouterr().out
+    with (tmp_path / "csv" / "links.csv").open() as file:
+        assert len([row for row in csv.DictReader(file) if row["pair"]]) == 7
+
+
+def rows_of(folder: Path) -> set[tuple[str, float, float]]:
+    """Return the links between NPUs in a report: ranks, MB and GB/s."""
+    rows = open_step(folder).report().links
+    return {
+        (row.pair, round((row.bytes or 0) / 1e6, 9), round((row.bus_bytes_per_s or 0) / 1e9, 9))
+        for row in rows
+        if row.pair
+    }

@@ -1,0 +1,99 @@
+"""The bytes of gloo's collectives, from torch's flight recorder.
+
+torch's profiler records bytes and process group of NCCL's kernels, but not of gloo's events. So the
+tool ``torch`` writes the records of the flight recorder into the header of a trace.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from verl_profiling.manifest import Ns
+from verl_profiling.slices.intervals import Ints, grouped
+from verl_profiling.steps.kinds import Group, item_bytes
+
+_ROUNDING_NS = 1_000  # of the times in traces; an event begins some 10 us after it is recorded
+
+
+class _Record(msgspec.Struct):
+    """A record of torch: when a process entered a collective (unix ns), the name of its event, name
+    and description of the group, and the shapes and types of the tensors.
+    """
+
+    time_created_ns: Ns
+    profiling_name: str
+    process_group: tuple[str, str]
+    input_sizes: list[list[int]]
+    output_sizes: list[list[int]]
+    input_dtypes: list[str]
+
+
+class Entered(NamedTuple):
+    """A collective that a process entered.
+
+    Attributes:
+        time_ns: When the process entered it, before its event begins.
+        name: Name of its event.
+        group: Its process group; groups of the same ranks are one.
+        bytes: Bytes that went into or came out of this rank, whichever are more; 0 if unknown.
+    """
+
+    time_ns: int
+    name: str
+    group: Group
+    bytes: int
+
+
+def entered_in(header: Mapping[str, Any], offset_ns: int) -> list[Entered]:
+    """Return the collectives in the header of a trace.
+
+    Args:
+        header: The header.
+        offset_ns: Clock offset: time in the file minus time on the controller's clock.
+    """
+    try:
+        ranks = {one["pg_name"]: one["ranks"] for one in header["distributedInfo"]["pg_config"]}
+        records = msgspec.convert(header["collectives"]["entries"], list[_Record])
+    except (LookupError, TypeError, msgspec.ValidationError):
+        return []
+    found = []
+    for one in records:
+        of_group = ranks.get(one.process_group[0], ())
+        group = Group("", str(of_group), len(of_group))
+        elements = max(sum(map(prod, one.input_sizes)), sum(map(prod, one.output_sizes)))
+        size = elements * min(map(item_bytes, one.input_dtypes), default=0)
+        found.append(Entered(one.time_created_ns - offset_ns, one.profiling_name, group, size))
+    return found
+
+
+def with_entered(
+    collectives: Mapping[tuple[str, Group], Ints], entered: Iterable[Entered]
+) -> dict[tuple[str, Group], Ints]:
+    """Return the runs of collectives with the bytes, and the unknown groups, of those entered.
+
+    Collectives of one name run in the order in which the process enters them. torch also has
+    records of times without a recording. So the last run is the latest collective that was entered
+    before it begins, and each run before is the latest one before that.
+    """
+    known = grouped(sorted(set(entered)), lambda one: one.name)
+    parts: defaultdict[tuple[str, Group], list[Ints]] = defaultdict(list)
+    for (name, group), runs in collectives.items():
+        of_name = known.get(name, [])
+        if not of_name:
+            parts[name, group].append(runs)
+            continue
+        times = np.array([one.time_ns for one in of_name], np.int64)
+        order = np.arange(len(runs))
+        latest = np.searchsorted(times, runs[:, 0] + _ROUNDING_NS, side="right") - 1
+        places = order + np.minimum.accumulate((latest - order)[::-1])[::-1]
+        for run, place in zip(runs, places.tolist(), strict=True):
+            of_run = of_name[place] if place >= 0 else Entered(0, name, group, 0)
+            of_group = of_run.group if group == Group() else group
+            parts[name, of_group].append(np.array([[*run[:2], of_run.bytes]]))
+    return {call: np.concatenate(runs) for call, runs in parts.items()}
