@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-replayers test-newest test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device dist test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge idle-judge hang-judge what-if-judge work-judge links-judge savings-judge clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-replayers test-newest test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device dist test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge idle-judge hang-judge memory-judge death-judge what-if-judge work-judge links-judge savings-judge clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -312,6 +312,12 @@ hang-judge: .venv/.ready ## Put hangs into running loops, and print what the wat
 what-if-judge: .venv/.ready .venv-vllm/.ready .venv-verl/.ready ## Hold predictions of what-if against real runs (half an hour)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/what_if_judge.py
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/what_if_resources.py
+
+memory-judge: .venv/.ready ## Let memory leak in six places of a loop, and print whom the watch names (ten minutes)
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/memory_judge.py
+
+death-judge: .venv/.ready ## End loops in thirteen ways, and print what check says of each (ten minutes)
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/death_judge.py
 
 work-judge: .venv/.ready ## Hold what the report says of a slow rank, its data or its machine, against CPU times (half an hour)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/work_judge.py

@@ -147,6 +147,7 @@ STOPPED = """
 import asyncio, random, subprocess, time
 from drawn_logs import recorded
 from verl_profiling import span
+from verl_profiling.trajectories.loop_lag import NO_CPU
 async def body():
     with span("tool:innocent"):
         await asyncio.sleep(random.Random(SEED).uniform(0, 0.03))
@@ -155,7 +156,7 @@ async def body():
         while time.monotonic() < begin + 0.3:
             pass
     await asyncio.sleep(0.05)
-print({block.function for block in recorded(lambda: asyncio.run(body()), 100).blocks})
+print({block.function for block in recorded(lambda: asyncio.run(body()), 100).blocks} - {NO_CPU})
 """
 
 
@@ -168,6 +169,40 @@ def test_a_loop_without_cpu_is_blocked_by_nobody(seed: int) -> None:
         command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True
     )
     assert found.stdout.strip() == "{''}", found.stdout
+
+
+STARVED = """
+import asyncio, os, subprocess, sys, time
+from drawn_logs import recorded
+from verl_profiling import span
+from verl_profiling.trajectories.loop_lag import NO_CPU
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(12)]
+time.sleep(1)
+async def body():
+    with span("tool:innocent"):
+        begin = time.thread_time()
+        while time.thread_time() < begin + 0.1:
+            pass
+    await asyncio.sleep(0.05)
+try:
+    print(NO_CPU in {block.function for block in recorded(lambda: asyncio.run(body()), 100).blocks})
+finally:
+    [other.kill() for other in others]
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel does not count")
+def test_a_loop_whose_cores_others_use_lacks_cpu() -> None:
+    """Twelve processes compute on its only core, so what is said is no task."""
+    found = subprocess.run(
+        [sys.executable, "-c", STARVED],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == "True"
 
 
 def test_tasks_that_block_one_after_another_share_the_time(

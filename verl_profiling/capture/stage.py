@@ -24,6 +24,7 @@ from typing import Any, Protocol, TypeVar, cast
 from verl_profiling import clock
 from verl_profiling.capture.work import work_from
 from verl_profiling.manifest import GC, WEIGHT_SYNC, StageSpan, Work
+from verl_profiling.watch.process_recorder import note_failure
 from verl_profiling.watch.sums import Begun, SpanSums, StageSums
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,8 @@ class Stage:
     ) -> None:
         sink = self._source.sink
         if sink is not None:
+            if error is not None:
+                note_failure(error, self.name)
             sink.end(self.name, kind is not None)
 
     async def __aenter__(self) -> None:
@@ -122,7 +125,7 @@ class Stage:
             try:
                 result = function(*args, **kwargs)
             except BaseException as error:
-                end(self, type(error))
+                end(self, type(error), error)
                 raise
             end(self)
             return result

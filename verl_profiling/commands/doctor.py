@@ -18,9 +18,11 @@ import msgspec
 from verl_profiling.commands import add_json, show
 from verl_profiling.engines import ENGINES
 from verl_profiling.errors import ToolUnavailableError
-from verl_profiling.files.machine import injected_cupti
+from verl_profiling.files.host_use import cpu_pressure, unread
+from verl_profiling.files.machine import injected_cupti, memory_limit
 from verl_profiling.settings.config import load_tool
 from verl_profiling.tools import TOOLS
+from verl_profiling.units import byte_size
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +71,11 @@ def _system() -> Iterator[Diagnosis]:
     )
     yield Diagnosis("machine", state)
     yield Diagnosis("python", platform.python_version())
+    room = f"{byte_size(memory_limit())} for this container"
+    pressure = cpu_pressure()
+    if pressure:
+        room += f"; processes waited for CPUs in {pressure}% of the last 10 s"
+    yield Diagnosis("host", "; ".join([room, *unread()]))
 
 
 def _packages() -> Iterator[Diagnosis]:

@@ -40,6 +40,7 @@ from verl_profiling.report.sentences import counted
 from verl_profiling.report.tables import TABLES
 from verl_profiling.report.terminal import fitting_console, print_report
 from verl_profiling.report.watch_frame import STEP, RunView, seconds_of, watch_frame, watch_sentence
+from verl_profiling.steps.deaths import attempts_of, death_in
 from verl_profiling.steps.inputs import how_to_capture, is_uncaptured, the_run
 from verl_profiling.units import visible
 
@@ -150,7 +151,10 @@ def _show_run(run: Path, steps: _Steps, arguments: argparse.Namespace) -> list[P
     if not arguments.save:
         return []
     pages = [step.output("report.html") for step, _ in steps]
-    _write(run / RUN_PAGE, render_run(run, pages, reports, history, hangs).encode())
+    death = death_in(run)
+    said = hangs if death is None else death.sentence()
+    page = render_run(run, pages, reports, history, said, [*attempts_of(run)])
+    _write(run / RUN_PAGE, page.encode())
     return [run / RUN_PAGE]
 
 

@@ -36,6 +36,7 @@ from verl_profiling.controller.watch import Watch
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.watch.process_recorder import note_failure
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +178,7 @@ class _Callback(Generic[Returned]):
         This hook never raises, not even with strict settings, because the user has to see
         ``error``.
         """
+        note_failure(error, is_fatal=True)
         return self._call(Controller.on_exception, error, True)
 
     def on_train_end(self) -> Returned:

@@ -96,12 +96,15 @@ class HangWatch:
         who = self.loop.who
         self._reports = str(self.folder), min(_LONGEST_PAUSE_S, self.loop.options.hang_s / 5)
         self._reporter = HangReporter(self._reports, who.lane, who.role, self._sums)
+        if self._reporter.recorder is not None:
+            self._reporter.recorder.open_step = lambda: self.loop.step
         process_session().reporter = self._reporter  # local workers need no thread of their own
         try:
             self._call({*self.loop.roster.driven(None)} - self._told, self._reports)
             if self.ranks is not None:
                 self.ranks.set(_KEY, msgspec.msgpack.encode(self._reports))
             while not self.ended.wait(self._reports[1]):
+                self._reporter.record()
                 if (step := self.loop.step) is not None:
                     self._look(step)
                     continue

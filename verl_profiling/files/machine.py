@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -91,44 +91,94 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     Args:
         root: The folder that contains ``proc`` and ``sys``.
     """
-    free = list(_of_cgroups(root))
+    free = [*_of_cgroups(root)]
     with suppress(OSError):
-        free.append(_statistic(root / "proc/meminfo", "MemAvailable:") * 1024)
+        free.append(statistic(root / "proc/meminfo", "MemAvailable:") * 1024)
     return min(free, default=None)
 
 
-def _of_cgroups(root: Path) -> Iterator[int]:
-    """Yield the free bytes under each cgroup limit of this process;
-    droppable file caches count as free.
+class MemoryFiles(NamedTuple):
+    """The names of a cgroup's files, and of the lines in them, of one version of cgroups."""
+
+    limit: str
+    usage: str
+    droppable: str
+    shared: str
+    cache: str
+    events: str
+
+
+_VERSION_2 = MemoryFiles(
+    "memory.max", "memory.current", "inactive_file", "shmem", "file", "memory.events"
+)
+_VERSION_1 = MemoryFiles(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "total_inactive_file",
+    "total_shmem",
+    "total_cache",
+    "memory.oom_control",
+)
+
+
+def cgroups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders of this process's cgroups, the lowest first, and whether they are of
+    version 2.
+
+    Args:
+        controller: The controller of version 1, e.g. ``memory``; version 2 has one tree for all.
+        root: The folder that contains ``proc`` and ``sys``.
     """
     groups = root / "proc/self/cgroup"
     if not groups.exists():
         return
     for line in groups.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base = root / "sys/fs/cgroup"
-            names = "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-        else:
-            continue
+        base = root / "sys/fs/cgroup"
+        if controllers:
+            base /= controller
+            if controller not in controllers.split(","):
+                continue
         lowest = base / path.lstrip("/")
         for folder in (lowest, *lowest.parents):
             if folder.is_relative_to(base):
-                with suppress(OSError, ValueError):  # the root has none, and "max" is no limit
-                    yield _free_in(folder, *names)
+                yield folder, not controllers
 
 
-def _free_in(folder: Path, limit: str, usage: str, droppable: str) -> int:
-    """Return the free bytes of a cgroup, from its files for the limit and the usage."""
-    most = int((folder / limit).read_text())
-    used = int((folder / usage).read_text())
-    return max(0, most - used + _statistic(folder / "memory.stat", droppable))
+def memory_cgroups(root: Path = Path("/")) -> Iterator[tuple[Path, MemoryFiles]]:
+    """Yield the folders of this process's cgroups, the lowest first, and the names of the files."""
+    for folder, is_version_2 in cgroups("memory", root):
+        yield folder, _VERSION_2 if is_version_2 else _VERSION_1
 
 
-def _statistic(path: Path, name: str) -> int:
+def memory_limit(root: Path = Path("/")) -> int:
+    """Return the bytes that all processes of this container may use; 0 if unknown."""
+    limits = []
+    with suppress(OSError):
+        limits.append(statistic(root / "proc/meminfo", "MemTotal:") * 1024)
+    for folder, files in memory_cgroups(root):
+        with suppress(OSError, ValueError):  # the root has none, and "max" is no limit
+            limits.append(int((folder / files.limit).read_text()))
+    return min(limits, default=0)
+
+
+def _of_cgroups(root: Path) -> Iterator[int]:
+    """Yield the free bytes under each cgroup limit of this process;
+    droppable file caches count as free.
+    """
+    for folder, files in memory_cgroups(root):
+        with suppress(OSError, ValueError):  # the root has none, and "max" is no limit
+            most = int((folder / files.limit).read_text())
+            used = int((folder / files.usage).read_text())
+            yield max(0, most - used + statistic(folder / "memory.stat", files.droppable))
+
+
+def statistic(path: Path, name: str) -> int:
+    """Return the number of a line ``name number`` in a file of the kernel; 0 without the line.
+
+    Raises:
+        OSError: There is no such file.
+    """
     for line in path.read_text().splitlines():
         key, value, *_ = line.split()
         if key == name:

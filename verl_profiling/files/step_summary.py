@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from verl_profiling.capture_request import Trigger
+from verl_profiling.files.host_use import KINDS, MachineUse, ProcessUse
 from verl_profiling.manifest import GC, MAX_NS, WEIGHT_SYNC, Count, Ns, Work
 from verl_profiling.units import duration
 
@@ -91,6 +92,8 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
             last; ``None`` if unknown.
         work: Sizes of the batches that the process got in the step, by outermost stage; ``None`` if
             unknown.
+        host_use: The last reading of the process and of its machine; as ``counts``, of the last
+            step only.
     """
 
     lane: str
@@ -106,6 +109,7 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
     counts: dict[str, float] | None = None
     late_ns: dict[str, int] | None = None
     work: dict[str, Work] | None = None
+    host_use: tuple[ProcessUse, MachineUse] | None = None
 
     def each_run(self) -> Iterator[tuple[str, int, int, int]]:
         """Yield the rows of ``runs``: name of the stage, begin, end, and time in it (ns)."""
@@ -154,6 +158,10 @@ class RoleMemory(msgspec.Struct, kw_only=True, omit_defaults=True):
         lane: Name of the process with the highest peak.
         peak_bytes: Highest peak of a process.
         held_bytes: Highest memory of a process at the end of the step.
+        kinds: Highest memory of a process on the host (bytes), by kind, e.g. ``shared``; of steps
+            with a reading.
+        no_cpu: Highest share of time in which a process was ready to run, and got no CPU; as
+            ``kinds``.
     """
 
     role: str
@@ -161,6 +169,8 @@ class RoleMemory(msgspec.Struct, kw_only=True, omit_defaults=True):
     lane: str = ""
     peak_bytes: Count | None = None
     held_bytes: Count | None = None
+    kinds: dict[str, Count] = {}
+    no_cpu: float | None = None
 
 
 class Idle(msgspec.Struct, frozen=True):
@@ -225,6 +235,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         workers: The other processes, e.g. of workers, as far as they were read.
         exposed: Exposed times, in order of the stages.
         memory: Memory by role.
+        machines: Memory of the machines of the processes, of steps with a reading.
         spans: Totals of trajectories and spans, the longest first.
         background: Names of stages that overlap the steps, such as generation in an asynchronous
             loop.
@@ -254,6 +265,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     workers: list[RankUse] = []
     exposed: list[ExposedStage] = []
     memory: list[RoleMemory] = []
+    machines: list[MachineUse] = []
     spans: list[SpanTotal] = []
     background: tuple[str, ...] = ()
     captured: str = ""
@@ -320,12 +332,14 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         return seconds
 
     def add_up(self) -> None:
-        """Set ``memory``, ``spans``, ``counts`` and ``work`` to the sums over the processes."""
+        """Set ``memory``, ``machines``, ``spans``, ``counts`` and ``work`` from the processes."""
         processes = self.processes
         roles: dict[str, list[RankUse]] = {}
         for process in processes:
             roles.setdefault(process.role, []).append(process)
         self.memory = [_memory(role, uses) for role, uses in roles.items()]
+        readings = [*filter(None, map(attrgetter("host_use"), processes))]
+        self.machines = [*{machine.host: machine for _, machine in readings}.values()]
         counts: dict[str, float] = {}
         for of_process in filter(None, map(attrgetter("counts"), processes)):
             for name, value in of_process.items():
@@ -347,6 +361,13 @@ def _memory(role: str, uses: Sequence[RankUse]) -> RoleMemory:
     if memory.peak_bytes is not None:
         memory.lane = uses[peaks.index(memory.peak_bytes)].lane
     memory.held_bytes = max(filter(None, map(attrgetter("held_bytes"), uses)), default=None)
+    readings = [use.host_use[0] for use in uses if use.host_use is not None]
+    if readings:
+        for kind in KINDS:
+            if size := max(map(attrgetter(kind), readings)):
+                memory.kinds[kind] = size
+        waits = [reading.no_cpu for reading in readings if reading.no_cpu is not None]
+        memory.no_cpu = max(waits, default=None)
     return memory
 
 

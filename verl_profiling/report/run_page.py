@@ -4,6 +4,7 @@ with links to the pages of the steps.
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
@@ -27,8 +28,9 @@ from verl_profiling.report.watch_frame import (
     noticed_in,
     slowest,
 )
+from verl_profiling.steps.deaths import Attempt
 from verl_profiling.steps.inputs import how_to_capture
-from verl_profiling.units import duration, visible, visible_text_of
+from verl_profiling.units import duration, local_time, visible, visible_text_of
 
 RUN_PAGE = "index.html"
 _MOST_BARS = 600
@@ -59,6 +61,7 @@ def render_run(
     reports: Sequence[Report],
     watched: Sequence[StepSummary] = (),
     hangs: str = "",
+    attempts: Sequence[Attempt] = (),
 ) -> str:
     """Return the page of a run.
 
@@ -67,7 +70,8 @@ def render_run(
         pages: Page of each captured step, below the run's folder.
         reports: Reports of the captured steps, in order; may be empty.
         watched: Step summaries in the log of the watch, in order.
-        hangs: A sentence on the step that hangs; empty if none does.
+        hangs: A sentence on the step that hangs, or on a run that ended badly; empty if none.
+        attempts: All starts of the run, if there are several.
     """
     reports = list(map(visible_text_of, reports))
     links = [quote(page.relative_to(directory).as_posix()) for page in pages]
@@ -82,6 +86,7 @@ def render_run(
         f'<section id="hang" aria-label="Hang"><p>{escape(visible(hangs))}</p></section>'
         * bool(hangs)
     )
+    content += _attempts(directory, attempts)
     if ran:
         content += figures_section(_figures(ran))
     if not steps:
@@ -124,6 +129,20 @@ def _noticed(
     if rows:
         return section("Noticed", shown, note)
     return ""
+
+
+def _attempts(directory: Path, attempts: Sequence[Attempt]) -> str:
+    """Return a table of all starts of a run: when, which steps, and how each ended."""
+    rows = []
+    for attempt in attempts:
+        name = attempt.folder.resolve().name
+        link = ""
+        if attempt.folder != directory:
+            link = quote(os.path.relpath(attempt.folder / RUN_PAGE, directory))
+        steps = "none" if attempt.steps is None else "{} to {}".format(*attempt.steps)
+        begun = local_time(attempt.info.begin_ns)
+        rows.append([named(name, link), named(begun), named(steps), named(attempt.end)])
+    return section("Attempts", table("Attempts", ("start", "begun", "steps", "end"), rows))
 
 
 def _figures(ran: Sequence[_Step]) -> Iterator[Figure]:

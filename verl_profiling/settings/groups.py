@@ -215,8 +215,8 @@ class Anomaly:
         slow_span: Approximate ratio of a span's mean time per call to its median; ``null``: off.
         leader: Share of the step by which one process is slower than the others in a stage, in most
             of five steps; ``null``: off.
-        memory: Share by which a process's memory grows over the window, with growth at every
-            reading; ``null``: off.
+        memory: Share by which the memory of a holder grows steadily, in 14 readings or more;
+            ``null``: off.
         window: Number of earlier steps to compare a step with; may exceed ``watch.steps``.
         cooldown: Number of steps after a capture of the watch without further requests of the
             watch.

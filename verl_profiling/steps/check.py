@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.files.process_record import RECORDS
 from verl_profiling.files.run_files import never_came, read_manifest, read_run
 from verl_profiling.files.trajectory_log import LOG_SUFFIX, read_log
 from verl_profiling.files.watch_log import WATCH_LOG, latest_step, read_watch_log
@@ -25,6 +26,7 @@ from verl_profiling.manifest import (
 )
 from verl_profiling.steps.cluster import results
 from verl_profiling.steps.content import Blocks, Limits
+from verl_profiling.steps.deaths import death_in
 from verl_profiling.steps.inputs import (
     UNWRITTEN,
     how_to_capture,
@@ -137,6 +139,8 @@ def _check_run(run: Path) -> Iterator[Checked]:
         return
     if info is not None:
         yield from _check_losses(run, info)
+    if (death := death_in(run, info)) is not None:
+        yield Checked(RECORDS, "failed", death.sentence())
     if sentence := never_came(info):
         yield Checked(RUN_NAME, "missing", sentence)
     try:

@@ -7,7 +7,8 @@ task. So an idle loop costs only the samples, and any type of event loop works.
 
 The sampled task counts as the blocker, never the span that scheduled the callback. If a sample is
 late and the loop's thread used the CPU for most of the time, the time counts for the task. Else it
-counts against the task: other threads held the GIL, or the process got no CPU.
+counts against the task: other threads held the GIL, or the process got no CPU, which the kernel
+counts.
 
 A block is a period in which one task keeps its event loop busy. It often begins with a span. So if
 a span began or ended since the last sample, the block begins there.
@@ -27,6 +28,7 @@ from types import FrameType
 from typing import Any, Final, NamedTuple
 
 from verl_profiling import clock
+from verl_profiling.files.host_use import waited_ns
 from verl_profiling.files.trajectory_log import NO_SPAN, Block, LoopRecord
 
 LOOK_S = 0.02
@@ -41,6 +43,9 @@ BLOCKED_NS = 50_000_000
 PAUSE_NS = 20_000_000
 """Time after a measured lag before the begin or end of a span measures again."""
 
+NO_CPU = "a lack of CPU"
+"""Name of what blocked an event loop whose thread was ready to run most of the time."""
+
 MOST_BLOCKS = 100_000
 _NEVER: Final = 1 << 62
 _LOOP = (asyncio.BaseEventLoop.run_forever.__code__, asyncio.run.__code__)
@@ -50,7 +55,8 @@ _OWN = (sysconfig.get_path("stdlib"), __file__.rpartition("/")[0])
 class _Sample(NamedTuple):
     """One sample of a loop's thread: the running task, its span and function; empty if unknown.
 
-    Since the previous sample, the task ran for ``known_ns``; for ``held_ns``, it could not run.
+    Since the previous sample, the task ran for ``known_ns``; for ``held_ns``, it could not run, and
+    for ``starved_ns`` of that its thread was ready to run and got no CPU.
     """
 
     at_ns: int
@@ -59,6 +65,7 @@ class _Sample(NamedTuple):
     function: str = ""
     known_ns: int = 0
     held_ns: int = 0
+    starved_ns: int = 0
 
 
 class LoopLag:
@@ -140,6 +147,7 @@ class LoopState:
         self._ident = threading.get_ident()
         self._cpu = time.pthread_getcpuclockid(self._ident)
         self._looked_ns, self._cpu_ns = clock.now_ns(), time.thread_time_ns()
+        self._starved_ns = self._starved()
         self._due_ns = 0
         self._samples: list[_Sample] = []
 
@@ -167,16 +175,22 @@ class LoopState:
         elif task is not None:
             self.ask(self.span_ns if self.span_ns > last_ns else now_ns, on_this_thread=False)
 
-    def _passed(self, now_ns: int) -> tuple[int, int]:
-        """Return the times since the last call that count for the running task
-        and against it (ns).
+    def _passed(self, now_ns: int) -> tuple[int, int, int]:
+        """Return the times since the last call that count for the running task and against it,
+        and for how long the thread got no CPU (ns).
         """
         cpu_ns = time.clock_gettime_ns(self._cpu)
         since_ns, ran_ns = now_ns - self._looked_ns, cpu_ns - self._cpu_ns
         self._looked_ns, self._cpu_ns = now_ns, cpu_ns
+        before_ns, self._starved_ns = self._starved_ns, self._starved()
         if since_ns < LATE_NS or 2 * ran_ns > since_ns:
-            return since_ns, 0
-        return 0, since_ns
+            return since_ns, 0, 0
+        return 0, since_ns, min(since_ns, self._starved_ns - before_ns)
+
+    def _starved(self) -> int:
+        with suppress(OSError, ValueError, IndexError):  # another kernel: unknown
+            return waited_ns(self.record.thread)
+        return 0
 
     def end(self) -> None:
         """Stop measuring, and record an open block."""
@@ -195,35 +209,38 @@ class LoopState:
         """Record the blocks of the last lag, if it was at least ``BLOCKED_NS``."""
         samples, self._samples = self._samples, []
         if now_ns - self._due_ns >= BLOCKED_NS and len(self._lag.blocks) < MOST_BLOCKS:
-            _, held_ns = self._passed(now_ns)
-            self._lag.blocks += _blocks(self.record.id, self._due_ns, now_ns, samples, held_ns)
+            _, *held = self._passed(now_ns)
+            samples.append(_Sample(now_ns, None, NO_SPAN, "", 0, *held))
+            self._lag.blocks += _blocks(self.record.id, self._due_ns, samples)
 
 
-def _blocks(
-    loop: int, due_ns: int, end_ns: int, samples: list[_Sample], held_ns: int
-) -> Iterator[Block]:
-    """Yield the blocks between two times; samples in a row with the same task and span are one
-    block.
-
-    ``held_ns`` is the time after the last sample in which the task could not run.
+def _blocks(loop: int, due_ns: int, samples: list[_Sample]) -> Iterator[Block]:
+    """Yield the blocks between ``due_ns`` and the last sample, which is of the end only; samples in
+    a row with the same task and span are one block.
     """
+    *samples, end = samples
     alike = groupby(
         samples or [_Sample(due_ns)], lambda one: (id(one.task), one.span, bool(one.function))
     )
     runs = [list(run) for _, run in alike]
-    begin_ns, before_ns = due_ns, runs[0][0].held_ns
+    begin_ns = due_ns
     for run, later in zip_longest(runs, runs[1:]):
-        until_ns, after_ns = end_ns, held_ns
-        if later is not None:  # the times of its first sample are those before the sample
-            until_ns, after_ns = later[0].at_ns, later[0].held_ns
-        known_ns, against_ns = run[0].known_ns, before_ns + after_ns
-        for sample in run[1:]:
-            known_ns += sample.known_ns
-            against_ns += sample.held_ns
-        who = run[-1] if known_ns > against_ns else _Sample(begin_ns)
+        # The times of a sample are those before it, so the first ones of the next run count here.
+        until = end if later is None else later[0]
+        others = [*run[1:], until]
+        if run is runs[0]:
+            others.append(run[0])
+        known_ns = run[0].known_ns + sum(sample.known_ns for sample in run[1:])
+        against_ns = sum(sample.held_ns for sample in others)
+        starved_ns = sum(sample.starved_ns for sample in others)
+        who = _Sample(begin_ns)
+        if known_ns > against_ns:
+            who = run[-1]
+        elif 2 * starved_ns > against_ns:
+            who = _Sample(begin_ns, function=NO_CPU)
         task = "" if who.task is None else str(who.task.get_name())[:200]
-        yield Block(loop, begin_ns, until_ns, who.span, task, who.function)
-        begin_ns, before_ns = until_ns, 0
+        yield Block(loop, begin_ns, until.at_ns, who.span, task, who.function)
+        begin_ns = until.at_ns
 
 
 def _function(frame: FrameType | None) -> str:

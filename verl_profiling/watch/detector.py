@@ -19,7 +19,8 @@ from verl_profiling.files.step_summary import RankUse, SpanTotal, StepSummary
 from verl_profiling.settings.groups import Anomaly
 from verl_profiling.shifts import LEAST_S, MATTERS, Series
 from verl_profiling.trajectories.spans import TRAJECTORY
-from verl_profiling.units import byte_size, duration
+from verl_profiling.units import duration
+from verl_profiling.watch.host_uses import HostUses, MemoryGrowth
 from verl_profiling.watch.suspicion import (
     NEWS,
     SpanKey,
@@ -27,7 +28,6 @@ from verl_profiling.watch.suspicion import (
     Suspicion,
     by_role,
     explained,
-    healthiest,
     with_span,
     worker_role,
 )
@@ -36,11 +36,6 @@ from verl_profiling.watch.work_past import WorkPast
 LONG_S, LONG = 30.0, 3.0
 """Minimum excess of a single slow step over the median, in seconds,
 and as a multiple of the median.
-"""
-
-_STEADY = 0.5
-"""Minimum growth in the second half of the window, as a share of the first half's;
-less is a warm-up.
 """
 
 # Multiples of the threshold of a lead: the minimum in each of five steps in a row, and the lead
@@ -72,7 +67,8 @@ class Detector:
         self._noticed_leads: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._spans = SpanPast(options)
         self._work = WorkPast(options.window)
-        self._held: dict[str, deque[int]] = {}
+        self._memory = MemoryGrowth(options)
+        self._uses = HostUses()
         self._since_long = options.window
 
     def observe(self, summary: StepSummary) -> Suspicion | None:
@@ -92,8 +88,11 @@ class Detector:
             for series in (self._step, *self._stages.values(), *self._spans.series.values()):
                 series.notice()
         self._work.add(summary)
-        suspicion = self._leading(slow, summary) or self._growing(summary)
-        return suspicion and self._work.explained(suspicion, summary)
+        self._uses.add(summary)
+        self._memory.add(summary)
+        suspicion = self._leading(slow, summary) or self._memory.suspicion(summary)
+        suspicion = suspicion and self._work.explained(suspicion, summary)
+        return suspicion and self._uses.explained(suspicion)
 
     def is_named(self, suspicion: Suspicion, summary: StepSummary) -> None:
         """Record the suspects that a suspicion got, so that their leads are not detected again."""
@@ -230,52 +229,6 @@ class Detector:
         everyone = [*map(attrgetter("lane"), workers)]
         suspicion = replace(suspicion, span=name, everyone=everyone)
         return with_span(suspicion, summary, role, name)
-
-    def _growing(self, summary: StepSummary) -> Suspicion | None:
-        """Return a suspicion if memory grew at every reading of a window and does not level off.
-
-        Memory is not read in every quick step; a quarter of the steps must have a reading. Growth
-        in several processes of a role is one suspicion, because they run the same code.
-        """
-        least, window = self._options.memory, self._options.window
-        if least is None:
-            return None
-        shares = {use.lane: self._growth(use) for use in summary.processes}
-        most = max(summary.processes, key=lambda use: shares[use.lane], default=None)
-        if most is None or shares[most.lane] < least:
-            return None
-        history = [*dict.fromkeys(self._held[most.lane])]
-        alike = [use.lane for use in summary.processes if use.role == most.role]
-        growth = {lane: self._held[lane][-1] - self._held[lane][0] for lane in alike}
-        for lane in alike:
-            self._held[lane].clear()
-        return Suspicion(
-            noticed=summary.step,
-            sign="memory",
-            suspects=[most.lane],
-            peers=healthiest(growth, [most.lane]),
-            value=history[-1],
-            median=median(history[:-1]),
-            history=list(map(float, history)),
-            reason=f"step {summary.step}: {most.lane} has {byte_size(history[-1])}, "
-            f"{shares[most.lane]:.0%} more than {window} steps before, and grew at each of the "
-            f"{len(history) - 1} readings since",
-        )
-
-    def _growth(self, use: RankUse) -> float:
-        """Return the growth of a process's memory over the window, as a share; 0 if not steady."""
-        window = self._options.window
-        held = self._held.setdefault(use.lane, deque(maxlen=window + 1))
-        size = use.held_bytes or (held[-1] if held else 0)
-        if use.held_bytes and held and size <= held[-1]:
-            held.clear()
-        held.append(size)
-        first, half = held[0], held[len(held) // 2]
-        has_readings = len({*held}) > max(2, window // 4)
-        is_steady = size - half >= _STEADY * (half - first)
-        if first and len(held) > window and has_readings and is_steady:
-            return size / first - 1
-        return 0.0
 
 
 def _lasting(shares: Iterable[float], least: float) -> float:

@@ -34,6 +34,7 @@ from verl_profiling.manifest import WAIT
 from verl_profiling.trajectories.spans import TRAJECTORY, open_spans
 from verl_profiling.units import duration
 from verl_profiling.watch.collectives import entered_collectives
+from verl_profiling.watch.process_recorder import recorder_of
 from verl_profiling.watch.sums import StageSums
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):
         quiet_s: Seconds since a stage or span began or ended, or a token was made.
         stages: Its open outermost stages.
         spans: Its innermost open spans, the oldest first, and behind them those that only wait.
-        code: The innermost line of user code that runs.
+        code: The innermost line of user code that runs, and why it got no CPU.
         calls: Library in which this code waits: ``ray``, ``collective`` (of torch), or empty.
         in_coroutine: Whether a coroutine runs, and keeps its event loop from others.
         collectives: Number of the last collective that it entered, by process group and size.
@@ -127,6 +128,7 @@ class HangReporter:
 
     Attributes:
         reports: The folder and the pause.
+        recorder: Writes the record of the process; ``None`` without a folder.
         ended: Set when the polls are to end.
     """
 
@@ -145,6 +147,7 @@ class HangReporter:
         self._loop = asyncio._get_running_loop()
         self._tokens: list[object] = []
         self._new_token_ns = 0
+        self.recorder = recorder_of(reports[0], lane, role)
 
     def report(self, ended: threading.Event) -> None:
         """Write the file of this process for each new file of the loop, and remove it with that
@@ -157,6 +160,7 @@ class HangReporter:
         try:
             while not is_last:
                 is_last = ended.wait(pause_s)
+                self.record()
                 self._token_ns()  # the time of a token is that of the poll that sees it first
                 request_ns = 0
                 with suppress(OSError):
@@ -170,6 +174,13 @@ class HangReporter:
             logger.warning(
                 "watch: hangs of %s are not reported: %s", self._lane, error, exc_info=error
             )
+
+    def record(self) -> None:
+        """Read memory and CPU of this process for the watch, and for the time after its death."""
+        if self.recorder is not None:
+            use = self.recorder.read(self.stages())
+            for sums in self._sums():
+                sums.use = use
 
     def last_ns(self) -> int:
         """Return when a stage or span began or ended last, or when a new token was seen first."""
@@ -199,6 +210,8 @@ class HangReporter:
         # What a coroutine does is looked at first, as it keeps its event loop from all others.
         coroutines = [stack for stack in stacks.values() if _has_coroutine(stack)]
         stack, code = _user_code([*coroutines, *stacks.values()])
+        if self.recorder is not None:
+            code += self.recorder.no_cpu()
         spans = sorted(_innermost(now_ns), key=lambda part: (part.waits, -part.open_s))
         is_engine = self._role == ROLLOUT_ROLE
         return ProcessState(

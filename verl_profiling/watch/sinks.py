@@ -57,15 +57,29 @@ def values_of(summary: StepSummary) -> dict[str, float]:
         values[saves] = summary.helps.saves_ns / 1e9
     values |= {f"{PREFIX}{name}": rate for name, rate in summary.rates.items()}
     values |= {f"{PREFIX}counts/{name}": value for name, value in summary.counts.items()}
-    for role in summary.memory:
-        for name, size in (("peak", role.peak_bytes), ("held", role.held_bytes)):
-            if size is not None:
-                values[f"{PREFIX}memory/{role.role}/{name}_bytes"] = float(size)
+    values |= _memory(summary)
     for total in summary.spans:
         span = f"{PREFIX}spans/{total.name}"
         values[f"{span}/total_s"] = total.seconds
         values[f"{span}/count"] = float(total.runs)
         values[f"{span}/failed"] = float(total.failed)
+    return values
+
+
+def _memory(summary: StepSummary) -> dict[str, float]:
+    """Return the memory of roles and machines as named numbers."""
+    values = {}
+    for role in summary.memory:
+        sizes = {"peak": role.peak_bytes, "held": role.held_bytes, **role.kinds}
+        for name, size in sizes.items():
+            if size is not None:
+                values[f"{PREFIX}memory/{role.role}/{name}_bytes"] = float(size)
+        if role.no_cpu is not None:
+            values[f"{PREFIX}no_cpu/{role.role}"] = role.no_cpu
+    for machine in summary.machines:
+        for name in ("used", "shared", "store", "cache"):
+            size = getattr(machine, f"{name}_bytes")
+            values[f"{PREFIX}machine/{machine.host}/{name}_bytes"] = float(size)
     return values
 
 

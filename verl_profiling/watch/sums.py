@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 
 from verl_profiling import clock
+from verl_profiling.files.host_use import MachineUse, ProcessUse
 from verl_profiling.files.machine import process_memory
 from verl_profiling.files.step_summary import OTHERS, Period, RankUse, SpanTotal
 from verl_profiling.identity import ProcessId, WorkerIdentity
@@ -135,6 +136,7 @@ class StageSums:
         given: The last outermost stages with known work, in order.
         tokens: Functions whose value changes when an engine makes a token: the engine makes
             progress.
+        use: The last reading of the process and of its machine; ``None`` before.
     """
 
     def __init__(self, most: int) -> None:
@@ -143,6 +145,7 @@ class StageSums:
         self.open: dict[int, Begun] = {}
         self.given: deque[StageWithWork] = deque(maxlen=most)
         self.tokens: list[Callable[[], object]] = []
+        self.use: tuple[ProcessUse, MachineUse] | None = None
         self._measured_ns, self._measured_after = 0, ""
         self._since_ns = clock.now_ns()
 
@@ -207,6 +210,7 @@ class StageSums:
                 collectives=entered[at],
                 counts={**self.spans.counts} or None if is_last else None,
                 work=given[at],
+                host_use=self.use if is_last else None,
             )
             uses.append(use)
         return uses
