@@ -102,12 +102,19 @@ class TestOneStepOff:
         assert names == {"actor_rank0", "rollout0", "agent_loop_rank0", "reward_rank0"}
 
     def test_stages_take_as_long_as_verl_says(self, run: Run) -> None:
+        """A stage lies inside verl's timer. A busy machine may stand still between their ends,
+        so a stage may be shorter in one of the steps.
+        """
+        for stage, timer in TIMERS.items():
+            longer = []
+            for step in (2, 3):
+                manifest = run.manifest(step)
+                recorded = seconds(of_name(manifest.stages, stage))
+                longer.append(manifest.metrics[f"timing_s/{timer}"] - recorded)
+            assert -MS < min(longer) < MS, (stage, longer)
         for step in (2, 3):
             manifest = run.manifest(step)
             assert_beside(manifest)
-            for stage, timer in TIMERS.items():
-                measured = manifest.metrics[f"timing_s/{timer}"]
-                assert seconds(of_name(manifest.stages, stage)) == pytest.approx(measured, abs=MS)
             took = (manifest.end_ns - manifest.begin_ns) / 1e9
             waited = 10 * MS + sum(rpc.end_ns - rpc.begin_ns for rpc in manifest.rpcs) / 1e9
             assert 0 <= took - manifest.metrics["timing_s/step"] + MS <= waited

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from drawn_logs import MS
-from drawn_steps import BASE, Worker, drawn_inputs, report_of, whole_step
+from drawn_steps import BASE, Worker, drawn_inputs, engine, ns, report_of, whole_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_folders import build_step, recordings, rewrite, rewrite_worker, with_facts
@@ -19,7 +19,7 @@ from step_outcome import printed
 
 from verl_profiling.analysis import open_step
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import ClockAnchor, HostClock, Request
+from verl_profiling.manifest import ClockAnchor, HostClock, Request, StageSpan
 from verl_profiling.numbers.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.numbers.columns import CostRow, MeasureRow, ReplicaRow
 from verl_profiling.report.files import scalars
@@ -257,6 +257,22 @@ def replicas(folder: Path, *served: Request) -> list[ReplicaRow]:
     drawn_inputs(folder, [("rollout", 0, 10)], [Worker("rollout", replica=0)])
     rewrite_worker(folder, "rollout0", requests=list(served))
     return open_step(folder).report().replicas
+
+
+def test_validation_behind_the_step_is_no_part_of_its_rollout(tmp_path: Path) -> None:
+    """One-step-off trainers of verl validate before the capture stops."""
+    spans = [(1, 3), (11, 12)]
+    requests = [(1, 3, 4), (11, 12, 9)]
+    served = engine(0, *spans, requests=requests, recorded=(0.0, 13.0))
+    drawn_inputs(tmp_path, [("rollout", 0, 4), ("update_actor", 4, 10)], [served])
+    rewrite(tmp_path, around_the_step=[StageSpan("validate", ns(10.5), ns(12.5))])
+    report = open_step(tmp_path).report()
+    [replica], [row], [work] = report.replicas, report.engines, report.work
+    assert (replica.requests, replica.validation) == (1, 1)
+    assert (row.iterations, row.finish_us) == (1, 3e6)
+    assert (work.samples, work.tokens, work.duration_us) == (1, 14, 2e6)
+    assert report.tail is not None
+    assert (report.tail.requests, report.tail.last_finish_us) == (1, 3e6)
 
 
 @pytest.mark.parametrize(

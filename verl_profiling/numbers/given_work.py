@@ -23,6 +23,7 @@ from verl_profiling.slices.intervals import (
 )
 from verl_profiling.slices.lead_fit import UNSURE, Explained, Runs, explained
 from verl_profiling.steps.lanes import Step
+from verl_profiling.steps.requests import RequestRow
 
 NO_WORK = "the work given to the stage is unknown"
 """Reason why no data explain a slow worker: nobody passed its number of tokens."""
@@ -35,10 +36,12 @@ def work_rows(step: Step) -> list[WorkRow]:
     rows = []
     if not any(map(step.manifest.runs_the_loop, step.workers)):
         rows += _of_stages("controller", step.stages)
+    trained = [request for request in step.requests if not request.validate]
+    by_engine = grouped(trained, lambda request: request.worker)
     for worker in step.workers:
         rows += _of_stages(worker.name, worker.stages)
-        if worker.requests:
-            rows.append(_of_requests(worker))
+        if worker.name in by_engine:
+            rows.append(_of_requests(worker.name, by_engine[worker.name]))
     return rows
 
 
@@ -48,22 +51,22 @@ def _of_stages(worker: str, stages: list[StageSpan]) -> list[WorkRow]:
     for stage, spans in grouped(given, lambda span: span.name).items():
         took_ns = sum(span.end_ns - span.begin_ns for span in spans)
         work = reduce(add, [span.work for span in spans if span.work is not None])
-        rows.append(_row(worker, stage, len(spans), took_ns, work))
+        rows.append(_row(worker, stage, len(spans), took_ns / 1000, work))
     return rows
 
 
-def _of_requests(worker: CaptureResult) -> WorkRow:
-    lengths = [request.prompt_tokens + request.response_tokens for request in worker.requests]
-    begin_ns = min(request.begin_ns for request in worker.requests)
-    end_ns = max(request.end_ns for request in worker.requests)
+def _of_requests(worker: str, requests: list[RequestRow]) -> WorkRow:
+    lengths = [request.prompt_tokens + request.response_tokens for request in requests]
+    begin_us = min(request.begin_us for request in requests)
+    end_us = max(request.end_us for request in requests)
     squares = sum(length * length for length in lengths)
     work = Work(samples=len(lengths), tokens=sum(lengths), tokens_squared=squares)
-    return _row(worker.name, ROLLOUT, len(lengths), end_ns - begin_ns, work)
+    return _row(worker, ROLLOUT, len(lengths), end_us - begin_us, work)
 
 
-def _row(worker: str, stage: str, runs: int, took_ns: int, work: Work) -> WorkRow:
+def _row(worker: str, stage: str, runs: int, took_us: float, work: Work) -> WorkRow:
     facts = msgspec.structs.asdict(work)
-    return WorkRow(worker=worker, stage=stage, runs=runs, duration_us=took_ns / 1000, **facts)
+    return WorkRow(worker=worker, stage=stage, runs=runs, duration_us=took_us, **facts)
 
 
 def with_reason(row: StragglerRow, step: Step) -> StragglerRow:

@@ -68,7 +68,6 @@ from verl_profiling.slices.intervals import (
 )
 from verl_profiling.slices.observed import misses
 from verl_profiling.steps.lanes import Lane, Step
-from verl_profiling.steps.requests import VALIDATE
 
 _TOKEN_METRICS = ("perf/total_num_tokens", "total_num_tokens", "tokens")
 _TURNS = (
@@ -182,7 +181,7 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
     Without that stage, all work but that of validation counts. Iterations with prompt tokens count
     as prefill. The begin or the end of the engine's work is unknown if its recording misses it.
     """
-    iterations = lane.iterations[~holding(step.during(VALIDATE), lane.iterations[:, 0])]
+    iterations = lane.iterations[~holding(step.validations, lane.iterations[:, 0])]
     # vLLM runs an iteration without tokens after its last request
     iterations = iterations[iterations[:, 2:5].any(axis=1)]
     took = iterations[:, 1] - iterations[:, 0]

@@ -24,7 +24,7 @@ from verl_profiling.slices.intervals import (
 )
 from verl_profiling.steps.kinds import Group
 from verl_profiling.steps.npu_links import Link
-from verl_profiling.steps.requests import VALIDATE, RequestRow, requests
+from verl_profiling.steps.requests import VALIDATE, RequestRow, requests, validations
 from verl_profiling.steps.step import Source
 
 
@@ -216,6 +216,11 @@ class Step:
     def stages(self) -> list[StageSpan]:
         """The controller's stages, in order of begin."""
         return sorted(self.manifest.stages if self.manifest else [], key=lambda span: span.begin_ns)
+
+    @cached_property
+    def validations(self) -> Spans:
+        """Time of validation, in the step and around it."""
+        return time_of(validations(self.manifest) if self.manifest else [])
 
     @cached_property
     def requests(self) -> list[RequestRow]:

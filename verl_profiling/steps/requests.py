@@ -57,8 +57,11 @@ VALIDATE = "validate"
 
 
 def validations(manifest: Manifest) -> list[StageSpan]:
-    """Return the stages of the loop that validate."""
-    return [span for span in manifest.stages if span.name == VALIDATE]
+    """Return the loop's stages that validate, in the step and around it: a capture may last until
+    their end.
+    """
+    stages = (*manifest.stages, *manifest.around_the_step)
+    return [span for span in stages if span.name == VALIDATE]
 
 
 def is_validation(request: Request, validation_stages: list[StageSpan]) -> bool:
