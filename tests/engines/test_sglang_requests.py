@@ -21,9 +21,12 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 SHARED = list(range(10, 42))
 TOKENS = 80
-CROWDED = {"disable_radix_cache": False, "max_running_requests": 4}
-# SGLang's own switch: by a small pool, versions from 0.5.23 on retract no request that ignores EOS.
-RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "100"}
+CROWDED = {
+    "disable_radix_cache": False,
+    "max_total_tokens": 320,
+    "max_running_requests": 4,
+    "schedule_conservativeness": 0.01,
+}
 
 
 async def serve(engine: Any, requests: int) -> list[dict[str, Any]]:
@@ -79,8 +82,6 @@ async def test_the_division_is_that_of_the_engines_own_statistics(
     from sglang.srt.entrypoints.engine import Engine
 
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    for name, value in RETRACTING.items():
-        monkeypatch.setenv(name, value)
     before = set(multiprocessing.active_children())
     engine = Engine(
         model_path=str(tiny_model),
