@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-replayers test-newest test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device dist test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge idle-judge hang-judge memory-judge death-judge what-if-judge work-judge links-judge savings-judge clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-replayers test-newest test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device dist test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge idle-judge hang-judge memory-judge death-judge what-if-judge work-judge links-judge scaling-judge savings-judge clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -324,6 +324,9 @@ work-judge: .venv/.ready ## Hold what the report says of a slow rank, its data o
 
 links-judge: .venv/.ready ## Limit one link of three, and print which link the report calls slow (root, for network namespaces; a minute)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/links_judge.py
+
+scaling-judge: .venv/.ready ## Hold what diff says of a missing speed-up against stopwatches (five minutes)
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/scaling_judge.py
 
 savings-judge: .venv/.ready ## Hold what the watch says a change would save against loops with the change (three minutes)
 	.venv/bin/python benchmarks/watch_savings.py

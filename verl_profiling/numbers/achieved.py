@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.files.recording_names import UNKNOWN_TOKENS
-from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
+from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import WEIGHT_SYNC, CaptureResult
 from verl_profiling.numbers.columns import AchievedRow, WorkRow
 from verl_profiling.numbers.device_peaks import PEAK_OF
-from verl_profiling.numbers.lost import working_spans
 from verl_profiling.numbers.model_shape import TRAINING, ModelShape, shape_of
 from verl_profiling.slices.intervals import (
     Ints,
@@ -39,98 +38,138 @@ WHOLE_STEP = "(step)"
 _OF_CRITIC = ("update_critic", "values")
 _SHARED_BY = ("tp", "pp", "cp", "sp")
 """Parallel dimensions whose ranks get the same batch, and share its work."""
-PASS_MODEL = 'pass the model to see how far stages are from the limit: "model": config.to_dict()'
-_PASS_LENGTHS = 'pass lengths: with stage("{0}").given(lengths=lengths)'
+_PASS_MODEL = {
+    CRITIC: 'pass the critic\'s model: "roles": {"critic": {"model": critic.config.to_dict()}}',
+    "": 'pass the model to see how far stages are from the limit: "model": model.config.to_dict()',
+}
 
 
-class Models:
-    """The shapes of the run's models by role.
-
-    Args:
-        settings: The settings of the run, as in ``run.json``.
-    """
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._common = settings.get("model")
-        self._roles: Mapping[str, Any] = settings.get("roles") or {}
-
-    def of(self, role: str) -> ModelShape | str:
-        """Return the shape of a role's model, or why it is unknown.
-
-        A critic's model may be another one than the policy, so it has to be set.
-        """
-        own = (self._roles.get(role) or {}).get("model")
-        config = own or (None if role == CRITIC else self._common)
-        if not isinstance(config, dict):
-            where = f'"roles": {{"{role}": {{"model": ...}}}}' if role == CRITIC else ""
-            return f"{PASS_MODEL} {where}".strip()
-        return shape_of(config, has_head=role != CRITIC)
-
-
-def achieved_rows(
-    step: Step, work: Sequence[WorkRow], models: Models
-) -> tuple[list[AchievedRow], list[str]]:
-    """Return a row for each lane and stage with known operations, and what is unknown.
+class Achieved:
+    """The rows of a step, and what is unknown of it.
 
     Args:
         step: The step.
         work: The work given to workers.
-        models: The shapes of the models.
+        settings: The settings of the run, as in ``run.json``.
+
+    Attributes:
+        rows: A row for each lane and stage with known operations, and for the lane's whole step.
+        unknown: Sentences on what is missing; empty on CPUs without any row.
     """
-    rows: list[AchievedRow] = []
-    unknown: dict[str, None] = {}
-    workers = {worker.name: worker for worker in step.workers}
-    for name, of_worker in grouped(work, lambda row: row.worker).items():
-        if name in workers and not workers[name].identity.is_engine:
-            rows += _of_worker(workers[name], of_worker, step, models, unknown)
-    for lane in step.lanes:
-        if lane.is_engine and len(lane.iterations):
-            rows += _of_engine(lane, step, models.of(ROLLOUT_ROLE), unknown)
-    if not rows and not any(lane.on_device for lane in step.lanes):
-        unknown.clear()  # on CPUs, the limit is of little interest
-    for row in filter(_is_impossible, rows):
-        rates = f"{row.teraflops:,.0f} TFLOP/s and {row.gigabytes or 0:,.0f} GB/s"
-        unknown[f"{row.lane} cannot reach {rates} in {row.stage}: lengths or model are wrong"] = (
-            None
+
+    def __init__(self, step: Step, work: Sequence[WorkRow], settings: Mapping[str, Any]) -> None:
+        self._step, self._settings = step, settings
+        self.rows: list[AchievedRow] = []
+        self.unknown: list[str] = []
+        workers = {worker.name: worker for worker in step.workers}
+        for name, of_worker in grouped(work, lambda row: row.worker).items():
+            if name in workers and not workers[name].identity.is_engine:
+                self._add_worker(workers[name], {row.stage: row for row in of_worker})
+        for lane in step.lanes:
+            if lane.is_engine and len(lane.iterations):
+                self._add_engine(lane)
+        for name, of_lane in grouped(self.rows, lambda row: row.lane).items():
+            flops = sum(row.operations for row in of_lane)
+            self._add(name, WHOLE_STEP, of_lane[0].device, step.span_ns, flops)
+        if not self.rows and not any(lane.on_device for lane in step.lanes):
+            self.unknown.clear()
+
+    def _shape(self, role: str) -> ModelShape | None:
+        """Return the shape of a role's model. A critic's may be another one than the policy's."""
+        own = (self._settings.get("roles") or {}).get(role) or {}
+        config = own.get("model") or (role != CRITIC and self._settings.get("model"))
+        shape: ModelShape | str = _PASS_MODEL.get(role, _PASS_MODEL[""])
+        if isinstance(config, dict):
+            shape = shape_of(config, has_head=role != CRITIC)
+        return self._known(shape)
+
+    def _known(self, shape: ModelShape | str) -> ModelShape | None:
+        if isinstance(shape, ModelShape):
+            return shape
+        if shape not in self.unknown:
+            self.unknown.append(shape)
+        return None
+
+    def _add_worker(self, worker: CaptureResult, work: Mapping[str, WorkRow]) -> None:
+        """Add the rows of a training worker, by stage."""
+        lanes = [lane for lane in self._step.lanes if lane.source.worker == worker.name]
+        device = lanes[0].model if len(lanes) == 1 and lanes[0].on_device else ""
+        ranks = prod(worker.identity.sizes.get(name, 1) for name in _SHARED_BY)
+        for stage in dict.fromkeys(span.name for span in worker.stages):
+            passes = _passes(stage)
+            if not passes:
+                continue
+            given = _given(worker, stage, work)
+            shape = self._shape(CRITIC if stage in _OF_CRITIC else worker.identity.role)
+            if given is None or not given.tokens or not given.tokens_squared:
+                self._known(f'pass lengths: with stage("{stage}").given(lengths=lengths)')
+            elif shape is not None:
+                pairs = (given.tokens_squared + given.tokens) / 2
+                flops = passes * shape.forward(given.tokens, pairs, given.tokens) / ranks
+                took_ns = length(time_of(worker.stages, stage))
+                self._add(worker.name, stage, device, took_ns, flops)
+
+    def _add_engine(self, lane: Lane) -> None:
+        """Add the rows of an engine's rank: prefill, and decode."""
+        shape = self._shape(ROLLOUT_ROLE)
+        is_used = ~holding(self._step.during(VALIDATE), lane.iterations[:, 0])
+        iterations = lane.iterations[is_used]
+        attention = _attention(iterations, lane, self._step)
+        if attention is None:
+            self._known("the lengths of sequences in the engine's iterations are unknown")
+        if shape is None or attention is None:
+            return
+        pairs, cached = attention
+        ranks = sum(other.source.worker == lane.source.worker for other in self._step.lanes)
+        work = union(lane.busy, lane.iterations[:, :2])
+        edges = np.append(lane.iterations[:, 0], max(work[-1, 1], self._step.end_ns))
+        took = np.diff(covered_before(work, edges))[is_used]
+        tokens, new = iterations[:, 2:5].sum(axis=1), iterations[:, 3]
+        is_prefill = iterations[:, 2] > 0
+        for stage, chosen in (("prefill", is_prefill), ("decode", ~is_prefill & (tokens > 0))):
+            sizes = tokens[chosen]
+            # The output layer for the last tokens of prompts is left out: one of many tokens.
+            flops = shape.forward(sizes.sum(), pairs[chosen].sum(), new[chosen].sum()) / ranks
+            read = None
+            if stage == "decode" and shape.bytes is not None:
+                read = float(shape.numbers_read(sizes, cached[chosen]).sum()) * shape.bytes / ranks
+            if len(sizes):
+                device = lane.model if lane.on_device else ""
+                self._add(lane.name, stage, device, int(took[chosen].sum()), float(flops), read)
+
+    def _add(
+        self,
+        lane: str,
+        stage: str,
+        device: str,
+        took_ns: int,
+        flops: float,
+        read: float | None = None,
+    ) -> None:
+        """Add a row, unless it has more than the peak of the device."""
+        seconds = max(took_ns, 1) / 1e9
+        teraflops = flops / seconds / 1e12
+        gigabytes = None if read is None else read / seconds / 1e9
+        shares: dict[str, float] = {}
+        if peak := PEAK_OF.get(device):
+            shares["compute_share"] = teraflops / peak.tflops
+            if gigabytes is not None:
+                shares["memory_share"] = gigabytes / 1000 / peak.bandwidth
+        if max(shares.values(), default=0.0) > 1:
+            rates = f"{teraflops:,.0f} TFLOP/s and {gigabytes or 0:,.0f} GB/s"
+            self._known(f"{lane} cannot reach {rates} in {stage}: lengths or model are wrong")
+            return
+        row = AchievedRow(
+            lane=lane,
+            stage=stage,
+            device=device,
+            duration_us=took_ns / 1000,
+            operations=flops,
+            teraflops=float(f"{teraflops:.4g}"),
+            gigabytes=None if gigabytes is None else float(f"{gigabytes:.4g}"),
+            **shares,
         )
-    rows = [row for row in rows if not _is_impossible(row)]
-    for name, of_lane in grouped(rows, lambda row: row.lane).items():
-        flops = sum(row.operations for row in of_lane)
-        rows.append(_row(name, WHOLE_STEP, of_lane[0].device, step.span_ns, flops))
-    return rows, list(unknown)
-
-
-def _is_impossible(row: AchievedRow) -> bool:
-    return max(row.compute_share or 0, row.memory_share or 0) > 1
-
-
-def _of_worker(
-    worker: CaptureResult,
-    work: Sequence[WorkRow],
-    step: Step,
-    models: Models,
-    unknown: dict[str, None],
-) -> list[AchievedRow]:
-    """Return the rows of a training worker."""
-    lanes = [lane for lane in step.lanes if lane.source.worker == worker.name]
-    device = lanes[0].model if len(lanes) == 1 and lanes[0].on_device else ""
-    rows = []
-    for stage in dict.fromkeys(span.name for span in worker.stages):
-        passes = _passes(stage)
-        if not passes:
-            continue
-        given = _given(worker, stage, work)
-        shape = models.of(CRITIC if stage in _OF_CRITIC else worker.identity.role)
-        if isinstance(shape, str):
-            unknown[shape] = None
-        elif given is None or given.tokens is None or given.tokens_squared is None:
-            unknown[_PASS_LENGTHS.format(stage)] = None
-        else:
-            pairs = (given.tokens_squared + given.tokens) / 2
-            flops = passes * shape.forward(given.tokens, pairs, given.tokens)
-            took_ns = length(time_of(worker.stages, stage))
-            rows.append(_row(worker.name, stage, device, took_ns, flops / _ranks(worker.identity)))
-    return rows
+        self.rows.append(row)
 
 
 def _passes(stage: str) -> int:
@@ -142,64 +181,21 @@ def _passes(stage: str) -> int:
     return int(stage.endswith("log_prob") or stage in _OF_CRITIC)
 
 
-def _given(worker: CaptureResult, stage: str, work: Sequence[WorkRow]) -> WorkRow | None:
-    """Return the work of a stage, else of the stages inside it, such as micro-batches."""
-    rows = {row.stage: row for row in work}
-    if stage in rows:
-        return rows[stage]
+def _given(worker: CaptureResult, stage: str, work: Mapping[str, WorkRow]) -> WorkRow | None:
+    """Return the work of a stage, else of the stages inside it alone, such as micro-batches."""
+    if stage in work:
+        return work[stage]
     time = time_of(worker.stages, stage)
-    inside = []
-    for name, row in rows.items():
+    for name, row in work.items():
         begins = np.array([span.begin_ns for span in worker.stages if span.name == name], np.int64)
-        if holding(time, begins).all():  # else a part of the work is another stage's
-            inside.append(row)
-    return max(inside, key=lambda row: row.tokens or 0, default=None)
+        if holding(time, begins).all():
+            return row
+    return None
 
 
-def _ranks(identity: WorkerIdentity) -> int:
-    """Return the number of ranks that share a batch."""
-    return prod(identity.sizes.get(name, 1) for name in _SHARED_BY)
-
-
-def _of_engine(
-    lane: Lane, step: Step, shape: ModelShape | str, unknown: dict[str, None]
-) -> list[AchievedRow]:
-    """Return the rows of an engine's rank: prefill, and decode."""
-    if isinstance(shape, str):
-        unknown[shape] = None
-        return []
-    is_used = ~holding(step.during(VALIDATE), lane.iterations[:, 0])
-    iterations = lane.iterations[is_used]
-    known = _with_attention(iterations, lane, step)
-    if known is None:
-        unknown["the lengths of the sequences in each iteration of the engine are unknown"] = None
-        return []
-    pairs, cached = known
-    ranks = sum(other.source.worker == lane.source.worker for other in step.lanes)
-    work = union(lane.busy, lane.iterations[:, :2])
-    last_ns = max([step.end_ns, *working_spans(lane, step)[-1:, 1].tolist()])
-    took = np.diff(covered_before(work, np.append(lane.iterations[:, 0], last_ns)))[is_used]
-    tokens, new = iterations[:, 2:5].sum(axis=1), iterations[:, 3]
-    is_prefill = iterations[:, 2] > 0
-    device = lane.model if lane.on_device else ""
-    rows = []
-    for stage, chosen in (("prefill", is_prefill), ("decode", ~is_prefill & (tokens > 0))):
-        if not chosen.any():
-            continue
-        # The output layer for the last tokens of prompts is left out: one of many tokens.
-        flops = shape.forward(tokens[chosen].sum(), pairs[chosen].sum(), new[chosen].sum())
-        read = None
-        if stage == "decode" and shape.bytes is not None:
-            many = zip(tokens[chosen].tolist(), cached[chosen].tolist(), strict=True)
-            read = sum(shape.bytes_read(*sizes) or 0.0 for sizes in many) / ranks
-        took_ns = int(took[chosen].sum())
-        rows.append(_row(lane.name, stage, device, took_ns, float(flops) / ranks, read))
-    return rows
-
-
-def _with_attention(
+def _attention(
     iterations: Ints, lane: Lane, step: Step
-) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+) -> tuple[NDArray[Any], NDArray[Any]] | None:
     """Return the pairs and cached lengths of each iteration; ``None`` if they are unknown.
 
     Without detailed names of iterations, they are averages over the engine's requests, if these
@@ -208,49 +204,21 @@ def _with_attention(
     if (iterations[:, 2:5] == UNKNOWN_TOKENS).any():
         return None
     if (iterations[:, 5:] != UNKNOWN_TOKENS).all():
-        return iterations[:, 5].astype(float), iterations[:, 6].astype(float)
-    prompts = pairs = generated = lengths = 0.0
-    for row in step.requests:
-        if row.replica == lane.source.replica and not row.validate:
-            prompt, cached = row.prompt_tokens, row.cached_tokens or 0
-            prompts += prompt - cached
-            pairs += (prompt * (prompt + 1) - cached * (cached + 1)) / 2
-            later = max(row.response_tokens - 1, 0)  # the first token comes with the prompt
-            generated += later
-            lengths += later * prompt + later * (later + 1) / 2
+        return iterations[:, 5], iterations[:, 6]
+    sizes = np.array(
+        [
+            (row.prompt_tokens, row.cached_tokens or 0, row.response_tokens)
+            for row in step.requests
+            if row.replica == lane.source.replica and not row.validate
+        ],
+        float,
+    ).reshape(-1, 3)
+    prompt, cached = sizes[:, 0], sizes[:, 1]
+    later = np.maximum(sizes[:, 2] - 1, 0)  # the first token comes with the prompt
+    prompts = (prompt - cached).sum()
     if not prompts or prompts != iterations[:, 2].sum():
         return None
-    average = lengths / generated if generated else 0.0
+    pairs = (prompt * (prompt + 1) - cached * (cached + 1)).sum() / 2
+    average = (later * prompt + later * (later + 1) / 2).sum() / max(later.sum(), 1)
     of_new = average * iterations[:, 3:5].sum(axis=1)
     return of_new + pairs / prompts * iterations[:, 2], of_new
-
-
-def _row(
-    lane: str,
-    stage: str,
-    device: str,
-    took_ns: int,
-    operations: float,
-    read: float | None = None,
-) -> AchievedRow:
-    """Return a row; shares need a device with a known peak."""
-    seconds = max(took_ns, 1) / 1e9
-    teraflops = operations / seconds / 1e12
-    gigabytes = None if read is None else read / seconds / 1e9
-    peak = PEAK_OF.get(device)
-    compute_share = memory_share = None
-    if peak is not None:
-        compute_share = teraflops / peak.tflops
-        if gigabytes is not None:
-            memory_share = gigabytes / (1000 * peak.bandwidth)
-    return AchievedRow(
-        lane=lane,
-        stage=stage,
-        device=device,
-        duration_us=took_ns / 1000,
-        operations=operations,
-        teraflops=float(f"{teraflops:.4g}"),
-        compute_share=compute_share,
-        gigabytes=None if gigabytes is None else float(f"{gigabytes:.4g}"),
-        memory_share=memory_share,
-    )

@@ -54,13 +54,27 @@ class StageRow(AroundRow, frozen=True, kw_only=True):
         depth: 0 for an outermost stage.
         idle_us: Part of ``duration_us`` in which every lane was idle and no worker was in a stage
             of its own.
+        lanes: Number of workers that run in an outermost stage; the next four times are parts of
+            ``duration_us``.
+        alone_us: Time in which no worker runs.
+        work_us: Mean of the workers' work, without communication and waits.
+        communication_us: Mean of the workers' communication without computation, and without waits.
+        tail_us: The rest: waits of workers for the last one.
     """
 
-    columns: ClassVar[str] = "stage=name, runs, time=duration_us, share"
+    columns: ClassVar[str] = (
+        "stage=name, runs, time=duration_us, share, +lanes, +loop alone=alone_us, "
+        "+mean work=work_us, +communication_us, +wait for the last=tail_us"
+    )
 
     share: float
     depth: int = 0
     idle_us: float = 0.0
+    lanes: int = 0
+    alone_us: float = 0.0
+    work_us: float = 0.0
+    communication_us: float = 0.0
+    tail_us: float = 0.0
 
 
 class HelpRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from numpy.typing import NDArray
 
 _COUNTED = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Kinds of models (``model_type``) whose formulas are checked against torch's FlopCounterMode."""
@@ -37,7 +38,6 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         weights: Weights that a token is multiplied with, without the output layer.
         head: Weights of the output layer.
-        router: Part of ``weights`` and ``expert``'s layers that every token uses.
         attention: Layers times heads times head size.
         kv: Numbers that a token adds to the cache of keys and values.
         expert: Weights of one expert, in all layers with experts.
@@ -65,22 +65,19 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         """
         return 2 * self.weights * tokens + 2 * self.head * outputs + 4 * self.attention * pairs
 
-    def bytes_read(self, tokens: float, cached: float) -> float | None:
-        """Return the bytes that one iteration of decoding has to read; ``None`` if unknown.
+    def numbers_read(self, tokens: NDArray[Any], cached: NDArray[Any]) -> NDArray[Any]:
+        """Return the weights, keys and values that iterations of decoding have to read.
 
         Of experts, those count that the tokens are expected to use, if all experts are as likely.
 
         Args:
-            tokens: Number of tokens of the iteration, one for each sequence.
+            tokens: Number of tokens of each iteration, one for each sequence.
             cached: Sum of the lengths of their sequences.
         """
-        if self.bytes is None:
-            return None
-        read = self.weights - self.active * self.expert + self.head
-        if self.experts:
-            unused = (1 - self.active / self.experts) ** tokens
-            read += self.experts * self.expert * (1 - unused)
-        return self.bytes * (read + self.kv * cached)
+        unused = (1 - self.active / max(self.experts, 1)) ** tokens
+        weights = self.weights - self.active * self.expert + self.head
+        read: NDArray[Any] = weights + self.experts * self.expert * (1 - unused) + self.kv * cached
+        return read
 
 
 def shape_of(config: Mapping[str, Any], has_head: bool = True) -> ModelShape | str:

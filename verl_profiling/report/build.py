@@ -15,10 +15,11 @@ from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_log import read_watch_log
 from verl_profiling.manifest import MANIFEST_NAME, WEIGHT_SYNC, Manifest
 from verl_profiling.numbers import anatomy, capture_rows, collectives, lost, usage
-from verl_profiling.numbers.achieved import Models, achieved_rows
+from verl_profiling.numbers.achieved import Achieved
 from verl_profiling.numbers.bandwidth import link_rows
 from verl_profiling.numbers.given_work import with_reason, work_rows
 from verl_profiling.numbers.rollout_section import rollout_of
+from verl_profiling.numbers.stage_parts import with_parts
 from verl_profiling.numbers.suspects import requested_of
 from verl_profiling.predict.graph import graph_of
 from verl_profiling.predict.prediction import predict
@@ -70,21 +71,22 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         capture = inputs.capture or inputs.manifest
         of_manifest["timeline_begin_ns"] = step.begin_ns - zero_ns(capture.begin_ns)
     work = work_rows(step)
-    achieved, unknown_limits = achieved_rows(step, work, _models(inputs))
+    info = known_run(inputs.directory.parent)
+    achieved = Achieved(step, work, info.config if info else {})
     report = NotebookReport(
         **of_manifest,
         directory=str(inputs.directory),
         name=inputs.name or ("" if inputs.step is not None else inputs.title),
         step=inputs.step,
         span_us=step.span_ns / 1000,
-        stages=anatomy.anatomy(step, nobody),
+        stages=with_parts(anatomy.anatomy(step, nobody), step),
         workers=[usage.worker_row(lane, step, inputs.directory) for lane in step.lanes],
         engines=engines,
         tail=tail,
         stragglers=[with_reason(row, step) for row in collectives.stragglers(step, calls)],
         work=work,
-        achieved=achieved,
-        unknown_limits=unknown_limits,
+        achieved=achieved.rows,
+        unknown_limits=achieved.unknown,
         collectives=collectives.collective_rows(calls),
         links=link_rows(step, calls),
         unmatched_us=unmatched_ns / 1000,
@@ -138,12 +140,6 @@ def _of_manifest(manifest: Manifest, step: Step) -> dict[str, Any]:
         "running": anatomy.requests_running(step),
         "around_the_step": anatomy.around_rows(manifest),
     }
-
-
-def _models(inputs: StepInputs) -> Models:
-    """Return the shapes of the models in the settings of the step's run."""
-    info = known_run(inputs.directory.parent)
-    return Models(info.config if info else {})
 
 
 def _watched(inputs: StepInputs) -> StepSummary | None:

@@ -25,6 +25,7 @@ from verl_profiling.numbers.columns import sum_of
 from verl_profiling.numbers.lost import cause_name
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import stage_seconds
+from verl_profiling.report.scaling import Scaling, scaling_of
 from verl_profiling.report.sentences import sparkline
 from verl_profiling.report.tables import cells, named, without_middle
 from verl_profiling.report.terminal import fitting_console, print_table
@@ -51,7 +52,9 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: ``step``, ``explained`` (what a stage, or a kind of trajectories' time, adds to the
-            step's change), ``watch`` (step and exposed time of stages, of all steps in the watch's
+            step's change), ``missing`` (what it adds to the time that more lanes should have saved;
+            ``change_share`` is of all such time), ``watch`` (step and exposed time of stages, of
+            all steps in the watch's
             log), ``stage``, ``around`` (pauses of the capture, and stages around the step),
             ``worker`` (busy time), ``lost`` (lane-seconds), ``trajectory`` (trajectory-seconds by
             cause) or ``kernel`` (self time).
@@ -106,6 +109,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 _TITLES = {
     "step": "Step",
     "explained": "The change of the step, by part",
+    "missing": "The missing speed-up, by part",
     "watch": "All steps of the watch, exposed time",
     "stage": "Stages",
     "around": "Around the step",
@@ -125,12 +129,14 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         after: Number of captured steps of B, the side after.
         changes: One entry per number that at least one side has.
         logged: Number of steps in the watch's log of A and of B.
+        scaling: What is missing of the speed-up, if B has more lanes.
     """
 
     before: int
     after: int
     changes: list[Change]
     logged: tuple[int, int] = (0, 0)
+    scaling: Scaling | None = None
 
     @property
     def explained(self) -> str:
@@ -216,11 +222,14 @@ def compare(
             change (s), and the noise of that (s).
     """
     changes: list[Change] = []
+    scaling: Scaling | None = None
     if before and after:
         left, right = (list(map(_numbers_of, side)) for side in (before, after))
         _join(left, right)
         changes = _changes(left, right)
         changes += _parts(changes[0], explained, before, after)
+        scaling = scaling_of(before, after)
+        changes += _missing(scaling)
     if all(logged):
         past, now = ([_keyed("watch", seconds_of(step)) for step in side] for side in logged)
         changes += _changes(past, now)
@@ -229,7 +238,7 @@ def compare(
         key=lambda row: (order.index(row.kind), row.name == UNEXPLAINED, -abs(row.change_s))
     )
     logs = (len(logged[0]), len(logged[1]))
-    return Diff(before=len(before), after=len(after), changes=changes, logged=logs)
+    return Diff(before=len(before), after=len(after), changes=changes, logged=logs, scaling=scaling)
 
 
 def _parts(
@@ -253,6 +262,23 @@ def _parts(
             change_s=change_s,
             change_share=change_s / step.before_s if step.before_s else None,
             noise_s=None if step.noise_s is None else noise_s,
+        )
+
+
+def _missing(scaling: Scaling | None) -> Iterator[Change]:
+    """Yield the parts of what is missing of the speed-up, as shares of it."""
+    parts_s = {} if scaling is None else scaling.parts_s
+    whole_s = sum(parts_s.values())
+    for name, part_s in parts_s.items():
+        share = part_s / whole_s if whole_s else None
+        yield Change(
+            kind="missing",
+            name=name,
+            before_s=None,
+            after_s=None,
+            change_s=part_s,
+            change_share=share,
+            noise_s=None,
         )
 
 
@@ -449,7 +475,8 @@ def _jumps_at(values: Sequence[float]) -> int:
 def print_diff(diff: Diff, console: Console) -> None:
     """Print the largest changes of each kind; changes within the noise are dim."""
     console = fitting_console(console)
-    for sentence in filter(None, (diff.basis, diff.explained)):
+    scaling = diff.scaling.sentence if diff.scaling else ""
+    for sentence in filter(None, (diff.basis, diff.explained, scaling)):
         console.print(visible(sentence), markup=False)
     for kind, title in _TITLES.items():
         rows = [change for change in diff.changes if change.kind == kind]
