@@ -75,9 +75,10 @@ def scaling_of(before: Sequence[Report], after: Sequence[Report]) -> Scaling | N
         after: Reports of the captured steps of B.
     """
     past, now = (_means(side) for side in (before, after))
-    lanes = now["lanes", _WHOLE_STEP] / (past["lanes", _WHOLE_STEP] or now["lanes", _WHOLE_STEP])
-    if lanes <= 1:
+    key = ("lanes", _WHOLE_STEP)
+    if not 0 < past[key] < now[key]:
         return None
+    lanes = now[key] / past[key]
     growths = [
         now[key] / past[key] for key in past if key[0] == "tokens" and past[key] and now[key]
     ]
