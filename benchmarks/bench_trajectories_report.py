@@ -120,6 +120,7 @@ def measure(package: Path, command: str, step: Path) -> tuple[float, float]:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, command, str(step)],
         env={**os.environ, "PYTHONPATH": str(package)},
+        cwd=step,  # of two packages, Python would import the one in its folder
         capture_output=True,
         text=True,
         check=True,
