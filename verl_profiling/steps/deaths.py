@@ -155,7 +155,7 @@ class _Story:
             what = "it left nothing: a signal, or a crash in native code"
         elif gone.signal and kind != "killed for memory":
             what = f"killed by {signal.Signals(gone.signal).name}"
-        return Death(record.lane, kind, self._step, self._stage or record.stage, what=what)
+        return Death(record.lane, kind, self._step, record.stage or self._stage, what=what)
 
     def _silent(self) -> Death:
         """Return the death of a run in which nobody raised, and nobody saw another one die."""
