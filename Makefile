@@ -319,7 +319,7 @@ memory-judge: .venv/.ready ## Let memory leak in six places of a loop, and print
 death-judge: .venv/.ready ## End loops in thirteen ways, and print what check says of each (ten minutes)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/death_judge.py
 
-work-judge: .venv/.ready ## Hold what the report says of a slow rank, its data or its machine, against CPU times (half an hour)
+work-judge: .venv/.ready ## Hold what the report says of a slow rank, its data or its machine, against CPU times (ten minutes)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/work_judge.py
 
 links-judge: .venv/.ready ## Limit one link of three, and print which link the report calls slow (root, for network namespaces; a minute)

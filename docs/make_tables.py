@@ -15,9 +15,10 @@ which every reader renders::
 A table lists the fields of a dataclass: name (after the prefix), type, default, and the meaning
 that its docstring gives. Results are a table of ``benchmarks/results.json``, with where it was
 measured; ratios are those of its rows that are published. Rows are a tuple of named tuples, one
-column per field. Faults are what ``make watch-faults``, ``make watch-judge``, ``make hang-judge``
-or ``make what-if-judge`` found, with a table of their own, or that of the function named after the
-file. Compatibility is what ``make test-newest`` and ``make test-releases`` found. With
+column per field. Faults are what ``make watch-faults``, ``make watch-judge``, ``make hang-judge``,
+``make what-if-judge`` or ``make work-judge`` found, with a table of their own, or that of the
+function named after the file. Compatibility is what ``make test-newest`` and ``make test-releases``
+found. With
 ``--check`` nothing is written, and the exit code is 1 when a page is out of date.
 """
 

@@ -111,12 +111,23 @@ class Work(msgspec.Struct, frozen=True, omit_defaults=True):
         tokens: Sum of their lengths.
         tokens_squared: Sum of their squared lengths; the time of attention is proportional to it.
         micro_batches: Number of micro-batches.
+        equal_tokens: Tokens of sequences without advantage: all rewards of the group are equal.
+        masked_tokens: Tokens of sequences of which no token counts in the loss.
     """
 
     samples: Count | None = None
     tokens: Count | None = None
     tokens_squared: Count | None = None
     micro_batches: Count | None = None
+    equal_tokens: Count | None = None
+    masked_tokens: Count | None = None
+
+    @property
+    def useless_share(self) -> float | None:
+        """Share of the tokens from which nothing is learned; ``None`` if unknown."""
+        if not self.tokens or (self.equal_tokens is None and self.masked_tokens is None):
+            return None
+        return ((self.equal_tokens or 0) + (self.masked_tokens or 0)) / self.tokens
 
     def __add__(self, other: Work) -> Work:
         """Return the sums of the numbers; a number is unknown if one of both lacks it."""

@@ -74,6 +74,9 @@ def test_facts_of_user_code_stand_and_the_parts_add_the_others(tmp_path: Path) -
         ({"lengths": [4, -4]}, None, "lengths is left out"),
         ({"lengths": 4}, None, "lengths is left out"),
         ({"lengths": LENGTHS, "samples": 4}, Work(samples=4), "3 samples, and samples=4 was"),
+        ({"lengths": LENGTHS, "advantages": [1, 0]}, OF_LENGTHS, "advantages is left out"),
+        ({"lengths": LENGTHS, "masks": [1, 0, math.nan]}, OF_LENGTHS, "masks is left out"),
+        ({"samples": 2, "advantages": [1, 0]}, Work(samples=2), "2 of them, and 0 lengths"),
     ],
 )
 def test_wrong_facts_are_left_out_and_said_once(

@@ -144,6 +144,12 @@ class RunContract:
             assert work.tokens**2 <= work.samples * work.tokens_squared
         mini = [span.work for span in spans if span.name == "mini_batch"]
         assert sum(work.tokens for work in mini) == works["update_actor"].tokens
+        assert works["old_log_prob"].useless_share is None
+        micro_batches = [span.work for span in spans if span.name == "micro_batch"]
+        trained = [work for work in micro_batches if work.equal_tokens is not None]
+        assert sum(work.equal_tokens for work in trained) == works["update_actor"].equal_tokens
+        assert works["update_actor"].equal_tokens <= works["update_actor"].tokens
+        assert works["update_actor"].masked_tokens == 0
 
     def test_the_rollout_is_divided_by_what_the_trainer_does(self, run: Run) -> None:
         """Between the prompts and the last response it waits for the next look,

@@ -12,6 +12,7 @@ from drawn_steps import Worker, drawn_inputs
 from msgspec.structs import replace
 
 from verl_profiling.analysis import open_step
+from verl_profiling.errors import ConfigError
 from verl_profiling.files.run_files import read_manifest, write_json_atomically
 from verl_profiling.manifest import MANIFEST_NAME, Work
 from verl_profiling.report.model import Finding, Report
@@ -65,7 +66,10 @@ def test_nothing_is_told_of_few_runs_or_of_work_that_nobody_else_had() -> None:
     assert few == f"cannot tell: {LEAST_RUNS - 1} runs of its peers, {LEAST_RUNS} are needed"
     same = Runs(np.full(12, 0.1), np.full(12, 100.0), np.full(12, 1e4))
     more = Runs(np.full(12, 0.2), np.full(12, 200.0), np.full(12, 4e4))
-    assert explained(more, [same]) == "cannot tell: the work of its peers was the same in all runs"
+    unsure = explained(more, [same])
+    assert isinstance(unsure, Explained)
+    assert not unsure.within(0.1 * 12).tells(0.1 * 12)
+    assert unsure.unsure == "cannot tell: the work of its peers was the same in all runs"
     alike = explained(same, [same, same])
     assert isinstance(alike, Explained)
     assert alike.data_s == pytest.approx(0.0, abs=1e-9)
@@ -145,7 +149,7 @@ def test_the_finding_of_a_slow_rank_names_both_parts(
     assert row.slowest == "actor_rank1"
     assert row.data_us == pytest.approx(1e2 * (tokens[1].sum() - others), abs=2e4)
     assert row.tokens == pytest.approx(tokens[1].sum() / others)
-    assert row.fitted == f"{12 * (ranks - 1)} runs of micro_batch"
+    assert row.fitted == f"{12 * ranks} runs of micro_batch"
     assert re.search(
         r" It is last by .* are its data \([\d.]+ times the tokens\), .* the machine, give or ",
         of_slow_rank(report).text,
@@ -171,7 +175,7 @@ def test_the_inner_one_of_as_many_runs_is_named_and_ranks_without_the_stage_do_n
     write_json_atomically(tmp_path / MANIFEST_NAME, replace(manifest, workers=workers))
     [row] = [row for row in open_step(tmp_path).report().stragglers if row.stage == "update_actor"]
     assert row.workers == 2
-    assert row.fitted == "12 runs of micro_batch"
+    assert row.fitted == "24 runs of micro_batch"
 
 
 def test_a_slow_rank_without_enough_facts_has_a_sentence_on_what_is_missing(tmp_path: Path) -> None:
@@ -185,3 +189,28 @@ def test_a_slow_rank_without_enough_facts_has_a_sentence_on_what_is_missing(tmp_
     finding = of_slow_rank(captured(tmp_path / "none", few, [1, 1], passed=False))
     assert finding.advice.endswith('with stage("update_actor").given(lengths=lengths)')
     assert "data" not in finding.text
+
+
+@pytest.mark.parametrize("machine", [1.0, 1.5])
+def test_balanced_work_leaves_a_slow_machine_slow(machine: float, tmp_path: Path) -> None:
+    """By work, each rank has the mean of each micro-batch; dealt, the longest ones meet."""
+    tokens = np.random.default_rng(3).integers(500, 1500, (2, 12))
+    tokens[1] = 2 * tokens[0]
+    captured(tmp_path, tokens.tolist(), [1.0, machine])
+    step = open_step(tmp_path)
+    work_s = 0.02 + tokens / 1e4
+    mean_s = machine * work_s.mean(axis=0).sum()
+    longest = np.sort(work_s, axis=None)[::-1].reshape(-1, 2)
+    for way, expected_s in (("work", mean_s), ("longest-first", machine * longest[:, 0].sum())):
+        found = step.what_if(balance=[f"update_actor={way}"])
+        assert found.predicted_us / 1e6 == pytest.approx(expected_s + 0.012, rel=0.05)
+
+
+def test_work_that_is_unknown_cannot_be_balanced(tmp_path: Path) -> None:
+    """The error has the line of code; another way is refused with the ways that there are."""
+    tokens = [[1000, 900, 1200], [2000, 1800, 2400]]
+    captured(tmp_path, tokens, [1, 1], passed=False)
+    with pytest.raises(ConfigError, match=r'stage\("update_actor"\)\.given\(lengths=lengths\)'):
+        open_step(tmp_path).what_if(balance=["update_actor=work"])
+    with pytest.raises(ConfigError, match=r"no way to divide work; .*longest-first"):
+        open_step(tmp_path).what_if(balance=["update_actor=shortest"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.manifest import Request
 from verl_profiling.report.findings import LIMIT, find
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.watch.sinks import WatchLog
@@ -382,24 +382,45 @@ def test_a_capture_of_the_watch_names_the_replica_that_is_slow_at_each_token(
     assert (found.lanes, round(found.seconds, 1)) == (["rollout2_rank0", "rollout2_rank1"], 4.0)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_long_tail_says_that_the_last_response_is_long(tmp_path: Path, seed: int) -> None:
-    """By the tokens of requests, if the last response has more than 1.5 times the median."""
-    drawn = random.Random(seed)
-    usual, ratio, replicas = (
-        drawn.randint(50, 500),
-        drawn.choice([1.0, 1.4, 1.8, 3.0]),
-        drawn.randint(2, 5),
-    )
-    last = drawn.randrange(replicas)
-    engines = []
+LATE = {  # begin, arrival, scheduling, first token and end of the last response (s), and its facts
+    "more tokens (600 instead of 200)": ((0, 0, 0, 0.5, 3.5), {"response_tokens": 600}),
+    "slower tokens (preempted 2 times)": ((0, 0, 0, 0.5, 3.5), {"preemptions": 2}),
+    "queued": ((0, 0, 2.0, 2.5, 3.5), {}),
+    "prefill (0 of 80 tokens cached)": ((0, 0, 0, 2.5, 3.5), {"cached_tokens": 0}),
+    "sent later": ((2.0, 2.0, 2.0, 2.5, 3.5), {}),
+}
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("reason", LATE)
+def test_the_last_response_is_late_for_a_reason(tmp_path: Path, reason: str, replicas: int) -> None:
+    """Others end after 1.5 s with 200 tokens; the parts of the delay add up to it."""
+    ends = [1.5] * (replicas - 1) + [3.5]
+    engines = [
+        engine(replica, (0, end), requests=[(0, end, 200)]) for replica, end in enumerate(ends)
+    ]
+    report_of(tmp_path, [("rollout", 0, 4)], engines, end=4.5)
     for replica in range(replicas):
-        end, tokens = (4.0, int(usual * ratio)) if replica == last else (drawn.uniform(1, 2), usual)
-        requests = [(0, end, tokens), *[(0, drawn.uniform(0.5, 1), usual) for _ in range(4)]]
-        engines.append(engine(replica, (0, end), requests=requests))
-    text = said(report_of(tmp_path, [("rollout", 0, 4)], engines, end=4.5), "long_tail").text
-    length = f"; the last response has {int(usual * ratio):,} tokens, the median {usual:,})"
-    assert (length in text) == (ratio > 1.5)
+        times, facts = (0, 0, 0, 0.5, 1.5), {}
+        if replica == replicas - 1:
+            times, facts = LATE[reason]
+        begin, arrival, scheduled, first, end = map(ns, times)
+        facts = {"response_tokens": 200, "prompt_tokens": 80, "cached_tokens": 64, **facts}
+        request = Request(
+            replica=replica,
+            begin_ns=begin,
+            arrival_ns=arrival,
+            scheduled_ns=scheduled,
+            first_token_ns=first,
+            last_token_ns=end,
+            end_ns=end,
+            **facts,
+        )
+        rewrite_worker(tmp_path, f"rollout{replica}", requests=[request])
+    report = open_step(tmp_path).report()
+    text = f"; the last response is 2.00 s later than others: 2.00 s {reason})"
+    assert text in said(report, "long_tail").text
+    assert sum(part.seconds for part in report.tail.late.parts) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("stage", ["update_actor", "rollout", "reward"])

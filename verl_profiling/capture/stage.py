@@ -140,6 +140,8 @@ class Stage:
         tokens: int | None = None,
         tokens_squared: int | None = None,
         micro_batches: int | None = None,
+        advantages: Iterable[float] | None = None,
+        masks: Iterable[float] | None = None,
     ) -> Stage:
         """Return the stage for one block with a known amount of work.
 
@@ -152,12 +154,17 @@ class Stage:
             tokens: Sum of their lengths.
             tokens_squared: Sum of their squared lengths.
             micro_batches: Number of micro-batches.
+            advantages: A number for each sequence; zero if it has no advantage, as all rewards of
+                its group are equal.
+            masks: Number of tokens of each sequence that count in the loss.
         """
         facts = {
             "samples": samples,
             "tokens": tokens,
             "tokens_squared": tokens_squared,
             "micro_batches": micro_batches,
+            "masks": masks,
+            "advantages": advantages,
         }
         return _StageWithWork(self._source, self.name, facts, lengths)
 
@@ -344,7 +351,7 @@ def add_work(facts: Mapping[str, object], lengths: Iterable[object]) -> None:
     Numbers that user code passed for a stage stand as they are.
 
     Args:
-        facts: Numbers by name, e.g. ``{"tokens": 512}``.
+        facts: Facts by name, e.g. ``{"tokens": 512}``, as of :meth:`Stage.given`.
         lengths: Lengths of the sequences.
     """
     stage = _innermost.get()

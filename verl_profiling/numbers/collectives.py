@@ -55,7 +55,7 @@ def waits(calls: Iterable[Calls]) -> dict[Lane, Spans]:
     return _united(spans)
 
 
-def _in_calls(calls: Iterable[Calls]) -> dict[Lane, Spans]:
+def in_calls(calls: Iterable[Calls]) -> dict[Lane, Spans]:
     """Return the time in which each rank was in a call of any collective."""
     spans: defaultdict[Lane, list[Spans]] = defaultdict(list)
     for collective in calls:
@@ -73,7 +73,7 @@ def unmatched(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
 
     It is unknown how much of it is waiting.
     """
-    matched = _in_calls(calls)
+    matched = in_calls(calls)
     return {
         lane: intersection(subtract(lane.communication, matched.get(lane, EMPTY)), lane.observed)
         for lane in step.lanes
@@ -95,7 +95,7 @@ def whole_graphs_ns(lanes: Iterable[Lane]) -> int:
 
 def _perhaps_waiting(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
     """Return each lane's known waits, and exposed communication that may be waiting as well."""
-    whole = _in_calls(collective for collective in calls if collective.is_whole)
+    whole = in_calls(collective for collective in calls if collective.is_whole)
     perhaps = {}
     for lane in step.lanes:
         seen = union(lane.compute, whole.get(lane, EMPTY))

@@ -291,7 +291,7 @@ class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
             machine. ``None`` if it cannot be told.
         error_us: Error bound of ``data_us``.
         tokens: Tokens of the slowest worker as a multiple of the others' mean; 0 if unknown.
-        fitted: Runs of the others that ``data_us`` is fitted to; for ``None``, the reason.
+        fitted: Runs that ``data_us`` is fitted to; for ``None``, the reason.
     """
 
     columns: ClassVar[str] = (
@@ -326,10 +326,13 @@ class WorkRow(msgspec.Struct, frozen=True, kw_only=True):
         tokens: Sum of their lengths.
         tokens_squared: Sum of their squared lengths.
         micro_batches: Number of micro-batches; ``None`` if unknown, as for the other facts.
+        equal_tokens: Tokens of sequences without advantage.
+        masked_tokens: Tokens of sequences of which no token counts in the loss.
     """
 
     columns: ClassVar[str] = (
-        "worker, stage, +runs, samples, tokens, +tokens_squared, micro_batches, time=duration_us"
+        "worker, stage, +runs, samples, tokens, +tokens_squared, micro_batches, +equal_tokens, "
+        "+masked_tokens, time=duration_us"
     )
 
     worker: str
@@ -340,6 +343,8 @@ class WorkRow(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int | None = None
     tokens_squared: int | None = None
     micro_batches: int | None = None
+    equal_tokens: int | None = None
+    masked_tokens: int | None = None
 
 
 class AchievedRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -804,6 +809,23 @@ class NothingRow(PartRow, frozen=True, kw_only=True):
     groups: int
 
 
+class UselessRow(PartRow, frozen=True, kw_only=True):
+    """Training on sequences from which nothing was learned, for one reason.
+
+    Attributes:
+        stage: Outermost stage with the training.
+        cause: ``equal rewards`` (of all samples of a group), or ``masked``.
+        tokens: Tokens of these sequences.
+        seconds: Lane-seconds: the time of each run, by the share of its tokens.
+        share: Share of the stage's runs with known advantages or masks.
+    """
+
+    columns: ClassVar[str] = "stage, cause, tokens, time=seconds, share"
+
+    stage: str
+    tokens: int
+
+
 class FailureRow(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectories that failed, or were cancelled, with one error in one span.
 
@@ -902,6 +924,35 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
     max: float
 
 
+class LateResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The response that ended last in the rollout, compared with others.
+
+    Attributes:
+        replica: Replica that made it.
+        seconds: By how much later it ended than the others did, on average.
+        others: Number of the others: the last response of each other replica; of one replica, all
+            its other responses.
+        tokens: Length of the response.
+        usual_tokens: Mean length of the others.
+        preemptions: Number of its preemptions by the engine; 0 if unknown.
+        prompt_tokens: Length of its prompt.
+        cached_tokens: Number of prompt tokens from the engine's prefix cache, if known.
+        parts: The delay by reason, which may be negative: ``sent later``, ``more tokens`` at the
+            others' pace, ``slower tokens``, and parts of a request, such as ``queued``. The sum is
+            ``seconds``.
+    """
+
+    replica: int
+    seconds: float
+    others: int
+    tokens: int
+    usual_tokens: float
+    preemptions: int
+    prompt_tokens: int
+    cached_tokens: int | None
+    parts: list[PartRow]
+
+
 class Tail(msgspec.Struct, frozen=True, kw_only=True):
     """The time in which the rollout waits for its last replicas.
 
@@ -915,7 +966,7 @@ class Tail(msgspec.Struct, frozen=True, kw_only=True):
         latency_s: Latency of the requests, from sending to the complete response.
         response_tokens: Lengths of the responses.
         last_replica: Index of the replica that ended last.
-        last_tokens: Length of the response that ended last; 0 if unknown.
+        late: The response that ended last; ``None`` without requests.
     """
 
     replicas: int
@@ -927,7 +978,7 @@ class Tail(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: Percentiles | None
     response_tokens: Percentiles | None
     last_replica: int | None = None
-    last_tokens: int = 0
+    late: LateResponse | None = None
 
 
 class LastTrajectories(msgspec.Struct, frozen=True, kw_only=True):

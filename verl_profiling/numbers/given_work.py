@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from operator import add
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import CaptureResult, StageSpan, Work
+from verl_profiling.numbers.collectives import in_calls
 from verl_profiling.numbers.columns import StragglerRow, WorkRow
 from verl_profiling.numbers.lost import ROLLOUT
 from verl_profiling.slices.intervals import (
+    Ints,
+    Spans,
     common,
     grouped,
     holding,
@@ -21,8 +26,10 @@ from verl_profiling.slices.intervals import (
     subtract,
     time_of,
 )
-from verl_profiling.slices.lead_fit import UNSURE, Explained, Runs, explained
-from verl_profiling.steps.lanes import Step
+from verl_profiling.slices.lead_fit import Explained, Runs, expected, explained
+from verl_profiling.slices.slices import Floats
+from verl_profiling.steps.calls import Calls
+from verl_profiling.steps.lanes import Lane, Step
 from verl_profiling.steps.requests import RequestRow
 
 NO_WORK = "the work given to the stage is unknown"
@@ -69,34 +76,31 @@ def _row(worker: str, stage: str, runs: int, took_us: float, work: Work) -> Work
     return WorkRow(worker=worker, stage=stage, runs=runs, duration_us=took_us, **facts)
 
 
-def with_reason(row: StragglerRow, step: Step) -> StragglerRow:
+def with_reason(row: StragglerRow, step: Step, called: Mapping[Lane, Spans]) -> StragglerRow:
     """Return the row of a slow worker with the part of its extra time that its data explain.
 
-    The times per token and squared length are fitted to the shortest runs with known work inside
-    the stage, such as micro-batches.
+    The shortest runs with known work inside the stage, such as micro-batches, show how long work
+    takes.
+
+    Args:
+        row: The row.
+        step: The step.
+        called: Time in collectives, which no additional work of a rank makes longer.
     """
     if row.role == ROLLOUT_ROLE:  # an engine's requests run side by side
         return row
     lead_us = row.behind_us / (row.workers - 1)
     row = msgspec.structs.replace(row, lead_us=lead_us, fitted=NO_WORK)
-    alike = [worker for worker in step.workers if worker.identity.role == row.role]
-    workers = [worker for worker in alike if len(time_of(worker.stages, row.stage))]
-    if len(workers) < 2:  # of a foreign trace, no stages are known
+    finest, runs = _runs_inside(row.stage, row.role, step, called)
+    if not runs:  # of a foreign trace, no stages are known
         return row
-    inside = {worker.name: _with_work(worker, row.stage) for worker in workers}
-    finest = _finest(list(inside.values()))
-    if finest is None:
-        return row
-    runs = {
-        name: _runs(name, [span for span in spans if span.name == finest], step)
-        for name, spans in inside.items()
-    }
     found = explained(runs.pop(row.slowest), list(runs.values()))
     if not isinstance(found, Explained):
         return msgspec.structs.replace(row, fitted=found)
+    found = found.within(lead_us / 1e6)
     error_us = 1e6 * found.error_s
     if not found.tells(lead_us / 1e6):
-        return msgspec.structs.replace(row, fitted=UNSURE, error_us=error_us)
+        return msgspec.structs.replace(row, fitted=found.unsure, error_us=error_us)
     return msgspec.structs.replace(
         row,
         data_us=1e6 * found.data_s,
@@ -104,6 +108,59 @@ def with_reason(row: StragglerRow, step: Step) -> StragglerRow:
         tokens=found.tokens,
         fitted=f"{found.runs} runs of {finest}",
     )
+
+
+class Load(NamedTuple):
+    """Runs with known work of one worker.
+
+    Attributes:
+        begin_ns: Begin of each run.
+        end_ns: End of each run.
+        expected: How long each run takes by its work, as a multiple of a usual run.
+    """
+
+    begin_ns: Ints
+    end_ns: Ints
+    expected: Floats
+
+
+def loads_of(stage: str, step: Step, calls: Iterable[Calls]) -> dict[str, Load]:
+    """Return the shortest runs with known work inside a stage, by worker; empty if there are too
+    few.
+    """
+    called = in_calls(calls)
+    for role in dict.fromkeys(worker.identity.role for worker in step.workers):
+        finest, runs = _runs_inside(stage, role, step, called)
+        times = expected(list(runs.values())) if runs else None
+        if times is None:
+            continue
+        loads: dict[str, Load] = {}
+        for worker in step.workers:
+            if worker.name in runs:
+                inside = [one for one in _with_work(worker, stage) if one.name == finest]
+                begins, ends = np.array([(one.begin_ns, one.end_ns) for one in inside]).T
+                loads[worker.name] = Load(begins, ends, times[len(loads)])
+        return loads
+    return {}
+
+
+def _runs_inside(
+    stage: str, role: str, step: Step, called: Mapping[Lane, Spans]
+) -> tuple[str, dict[str, Runs]]:
+    """Return the shortest runs with known work inside a stage, by worker, and their name.
+
+    The result is empty without two workers that have them.
+    """
+    alike = [worker for worker in step.workers if worker.identity.role == role]
+    workers = [worker for worker in alike if len(time_of(worker.stages, stage))]
+    inside = {worker.name: _with_work(worker, stage) for worker in workers}
+    finest = _finest(list(inside.values())) if len(workers) > 1 else None
+    if finest is None:
+        return "", {}
+    return finest, {
+        name: _runs(name, [span for span in spans if span.name == finest], called)
+        for name, spans in inside.items()
+    }
 
 
 def _finest(spans_of: list[list[StageSpan]]) -> str | None:
@@ -125,13 +182,20 @@ def _with_work(worker: CaptureResult, stage: str) -> list[StageSpan]:
     return [span for span, is_in in zip(known, in_stage.tolist(), strict=True) if is_in]
 
 
-def _runs(worker: str, spans: list[StageSpan], step: Step) -> Runs:
-    """Return a worker's spans as columns for the fit; their times exclude waits for other ranks."""
-    waits = common([lane.waiting for lane in step.lanes if lane.source.worker == worker])
+def _runs(worker: str, spans: list[StageSpan], called: Mapping[Lane, Spans]) -> Runs:
+    """Return a worker's spans as columns for the fit; their times exclude collectives.
+
+    On a device, computation beside a collective counts.
+    """
+    apart = [
+        subtract(spans_in, lane.compute) if lane.on_device else spans_in
+        for lane, spans_in in called.items()
+        if lane.source.worker == worker
+    ]
+    in_collectives = common(apart)
     seconds, tokens, squares = [], [], []
     for span in spans:
-        time = time_of([span])
-        seconds.append(length(subtract(time, waits)) / 1e9)
+        seconds.append(length(subtract(time_of([span]), in_collectives)) / 1e9)
         work = span.work or Work()
         tokens.append(float(work.tokens or 0))
         squares.append(float(work.tokens_squared or 0))

@@ -52,6 +52,7 @@ from verl_profiling.numbers.columns import (
     Throughput,
     WorkerRow,
 )
+from verl_profiling.numbers.last_response import late_response
 from verl_profiling.numbers.lost import CAUSES, ROLLOUT, partition, working_spans
 from verl_profiling.slices.intervals import (
     EMPTY,
@@ -269,9 +270,6 @@ def rollout_tail(step: Step) -> Tail | None:
         finishes[replica] = max(end_us, finishes.get(replica, end_us))
     middle_us = median(finishes.values())
     last_us = max(finishes.values())
-    last_tokens = 0
-    if requests:
-        last_tokens = max((row.end_us, row.response_tokens) for row in requests)[1]
     return Tail(
         replicas=len(finishes),
         median_finish_us=middle_us,
@@ -282,7 +280,7 @@ def rollout_tail(step: Step) -> Tail | None:
         requests=len(requests),
         latency_s=_percentiles([row.latency_us / 1e6 for row in requests]),
         response_tokens=_percentiles([float(row.response_tokens) for row in requests]),
-        last_tokens=last_tokens,
+        late=late_response(step),
     )
 
 

@@ -13,6 +13,7 @@ from verl_profiling.errors import ConfigError
 from verl_profiling.files.trajectory_log import NO_SPAN
 from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.numbers.lost import ROLLOUT
+from verl_profiling.predict.balance import shares_by_work
 from verl_profiling.predict.changes import Changes, check_name, factor_of, tool_name
 from verl_profiling.predict.kernels import KERNEL
 from verl_profiling.predict.replays import Replay, replay
@@ -182,9 +183,11 @@ class Baseline:
                     rows = np.flatnonzero(self._chains.in_stage(stage))
                     took[rows] *= factor
                     delay[rows] *= factor
-        for stage in changes.balance:
+        for name in changes.balance:
+            stage, _, way = name.partition("=")
             check_name("--balance", f"stage {stage!r} of several workers", stage, self.balanced)
-            for at, factor in _shares(self.graph, stage).items():
+            shares = shares_by_work(self.graph, stage, way) if way else _shares(self.graph, stage)
+            for at, factor in shares.items():
                 took[at] *= factor
         for name, value in changes.tools.items():
             check_name("--tools", f"call of {name!r}", tool_name(name), self.calls)

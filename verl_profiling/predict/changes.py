@@ -39,7 +39,8 @@ class Changes(msgspec.Struct, frozen=True):
     Attributes:
         scale: Factor of the time in a stage, such as ``{"rollout": 0.5}``, or of kernels by a
             pattern of their names: ``{"kernel:*gemm*": 0.5}``.
-        balance: Stages in which each worker takes the mean time of all.
+        balance: Stages in which each worker takes the mean time of all. With ``=work``, each gets
+            the mean work, and with ``=longest-first``, the runs are dealt anew.
         no_tail: Percentage of trajectories (else requests) after which a rollout ends.
         tools: Duration of each call of a tool (s), or its factor as text, e.g. ``0.5x``.
         unblock: Tools and spans that no longer block the event loop.

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -33,6 +34,7 @@ import numpy as np
 from verl_profiling.manifest import WAIT
 from verl_profiling.numbers import usage
 from verl_profiling.numbers.anatomy import capture_time
+from verl_profiling.numbers.given_work import loads_of
 from verl_profiling.numbers.lost import ROLLOUT
 from verl_profiling.predict.graph_builder import GraphBuilder
 from verl_profiling.predict.limits import Limit, limits_of
@@ -56,6 +58,7 @@ def graph_of(content: Content) -> Graph:
     """
     step = content.step
     graph = Graph(step.begin_ns, step.end_ns, capture=capture_time(step))
+    graph.loads = partial(loads_of, step=step, calls=content.calls)
     loop = LoopRuns(step, graph)
     of_workers = loop.runs_of_workers(step)
     _add_lanes(graph, step, len(of_workers) + len(loop.loose))

@@ -144,14 +144,15 @@ def _interval_ns(
     spans_ns = [replayed.span_ns]
     if len(baseline.waits) and changes.options():
         spans_ns += _with_waits_ns(baseline, replayed, changes)
-    for stage in changes.balance:
+    for balanced in changes.balance:
+        stage = balanced.partition("=")[0]
         ranks = baseline.hidden_ranks(stage)
         if ranks:
             assumed.append(
                 f"waits of ranks in {stage} are not recorded, and count as work; one may do "
                 "all of it"
             )
-            rest = [name for name in changes.balance if name != stage]
+            rest = [name for name in changes.balance if name != balanced]
             others = msgspec.structs.replace(changes, balance=rest)
             least = others.with_more(Changes(scale={stage: 1 / ranks}))
             spans_ns += (baseline.replay(others).span_ns, baseline.replay(least).span_ns)

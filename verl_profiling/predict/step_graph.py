@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from verl_profiling.numbers.given_work import Load
 from verl_profiling.predict.segments import NOTHING, Chains, SegmentTable
 from verl_profiling.slices.intervals import EMPTY, Ints, Spans
 
@@ -78,6 +79,7 @@ class Graph:
         engines: Names of the workers that are replicas of an engine.
         synced: Processes whose waits for other ranks are recorded.
         cut: Last segments of trajectories and requests that began before the step.
+        loads: Function that returns the runs with known work in a stage, by worker.
     """
 
     begin_ns: int
@@ -103,6 +105,7 @@ class Graph:
     engines: set[str] = field(default_factory=set)
     synced: set[str] = field(default_factory=set)
     cut: set[int] = field(default_factory=set)
+    loads: Callable[[str], Mapping[str, Load]] = lambda stage: {}
 
     def after(self) -> list[list[int]]:
         """Return the predecessors of each segment outside chains, in order of their indexes."""

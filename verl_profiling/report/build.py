@@ -21,6 +21,7 @@ from verl_profiling.numbers.given_work import with_reason, work_rows
 from verl_profiling.numbers.rollout_section import rollout_of
 from verl_profiling.numbers.stage_parts import with_parts
 from verl_profiling.numbers.suspects import requested_of
+from verl_profiling.numbers.taught_nothing import useless_training
 from verl_profiling.predict.graph import graph_of
 from verl_profiling.predict.prediction import predict
 from verl_profiling.predict.step_graph import Graph
@@ -47,6 +48,7 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
     """
     step, calls, notes = content.step, content.calls, content.notes
     tail = usage.rollout_tail(step)
+    called = collectives.in_calls(calls)
     waits = collectives.waits(calls)
     for lane in step.lanes:
         lane.waiting = waits.get(lane, EMPTY)
@@ -83,10 +85,11 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         workers=[usage.worker_row(lane, step, inputs.directory) for lane in step.lanes],
         engines=engines,
         tail=tail,
-        stragglers=[with_reason(row, step) for row in collectives.stragglers(step, calls)],
+        stragglers=[with_reason(row, step, called) for row in collectives.stragglers(step, calls)],
         work=work,
         achieved=achieved.rows,
         unknown_limits=achieved.unknown,
+        useless_training=useless_training(step),
         collectives=collectives.collective_rows(calls),
         links=link_rows(step, calls),
         unmatched_us=unmatched_ns / 1000,

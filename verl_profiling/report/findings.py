@@ -212,6 +212,8 @@ _RANKED = (
     # of the trajectories' time
     Rule("trajectory_cause", 0.25, losses.one_cause, stage=ROLLOUT),
     Rule("trajectories_for_nothing", 0.10, losses.for_nothing, stage=ROLLOUT),
+    # of the stage's runs with known advantages or masks
+    Rule("training_for_nothing", 0.10, losses.useless_training),
     Rule(  # of the step
         "polling",
         losses.POLLS,

@@ -23,7 +23,7 @@ from verl_profiling.numbers.given_work import NO_WORK
 from verl_profiling.numbers.lost import ROLLOUT
 from verl_profiling.numbers.taught_nothing import EQUAL
 from verl_profiling.report.model import Report
-from verl_profiling.report.sentences import counted
+from verl_profiling.report.sentences import counted, late_response
 from verl_profiling.slices.intervals import grouped
 from verl_profiling.steps.nesting import UNKNOWN
 from verl_profiling.steps.records import (
@@ -47,9 +47,6 @@ _ADVICE = {
 _OF_ENGINES: tuple[str, ...] = ("decode", "generate", "prefill", "first token", BEFORE, UNEXPLAINED)
 """Causes of the trajectories' time that are an engine's own work, or no cause."""
 
-
-_LONG = 1.5
-"""Length, as a multiple of the median, that explains why a response was the last."""
 
 BLOCKED = 0.02
 """Blocks of event loops that cost this share of the trajectories' time explain other losses too."""
@@ -126,10 +123,9 @@ def _data_or_machine(row: StragglerRow) -> str:
     """Return a sentence on a slow worker: how much of its extra time its data and machine cause."""
     if row.data_us is None:
         return f" Data or machine: {row.fitted}." if row.fitted not in ("", NO_WORK) else ""
-    data_us = min(max(row.data_us, 0.0), row.lead_us)
     return (
-        f" It is last by {time_text(row.lead_us)}: {time_text(data_us)} are its data "
-        f"({row.tokens:.1f} times the tokens), {time_text(row.lead_us - data_us)} the machine, "
+        f" It is last by {time_text(row.lead_us)}: {time_text(row.data_us)} are its data "
+        f"({row.tokens:.1f} times the tokens), {time_text(row.lead_us - row.data_us)} the machine, "
         f"give or take {time_text(row.error_us or 0.0)}."
     )
 
@@ -206,7 +202,7 @@ def tail(report: Report) -> Iterator[Loss]:
     text = (
         f"waited for the last replica of the rollout (rollout{tail.last_replica} was done after "
         f"{time_text(tail.last_finish_us)}, the median is "
-        f"{time_text(tail.median_finish_us)}{tokens}{_last_length(report)})"
+        f"{time_text(tail.median_finish_us)}{tokens}{late_response(report)})"
     )
     loss = _of_cause(report, "long_tail", text)
     late = [row.name for row in report.workers if row.replica == tail.last_replica is not None]
@@ -214,17 +210,6 @@ def tail(report: Report) -> Iterator[Loss]:
     if slow and slow.row.replica == tail.last_replica:
         loss = loss._replace(advice=slow.advice)
     yield loss._replace(lanes=late or loss.lanes)
-
-
-def _last_length(report: Report) -> str:
-    """Return the length of the last response, if it is long, as a part of a sentence."""
-    tail = report.tail
-    if tail is None or tail.response_tokens is None:
-        return ""
-    usual = tail.response_tokens.p50
-    if not tail.last_tokens > _LONG * usual > 0:
-        return ""
-    return f"; the last response has {tail.last_tokens:,} tokens, the median {usual:,.0f}"
 
 
 def slow_replica(report: Report) -> Iterator[Loss]:
@@ -384,7 +369,7 @@ def last_trajectories(report: Report, rollout: Rollout) -> Iterator[Loss]:
     text = (
         f"In the last {duration(last.seconds)}, {last.share:.0%} of {rollout.of_trajectories}, "
         f"only {last.trajectories} of {last.of} trajectories still run"
-        f"{mostly}{_last_length(report)}."
+        f"{mostly}{late_response(report)}."
     )
     advice = _ADVICE.get(cause, "")
     slow = slowest_replica(report.replicas)
@@ -432,7 +417,21 @@ def for_nothing(report: Report, rollout: Rollout) -> Iterator[Loss]:
     advice = ""
     if rollout.nothing and rollout.nothing[0].cause == EQUAL:
         advice = "draw other prompts, or stop a group once its first samples agree"
+        if not report.useless_training:
+            advice += (
+                "; pass what training learns from: "
+                'with stage("update_actor").given(lengths=lengths, advantages=advantages)'
+            )
     yield Loss(text, share * rollout.wall_s, [], share, advice)
+
+
+def useless_training(report: Report) -> Iterator[Loss]:
+    """Yield each stage's training on sequences that taught nothing."""
+    for stage, rows in grouped(report.useless_training, lambda row: row.stage).items():
+        share, seconds = sum_of(rows, "share"), sum_of(rows, "seconds")
+        causes = ", ".join(f"{row.share:.0%} {row.cause}" for row in rows)
+        text = f"{share:.0%} of {stage} ({report.lane_seconds(seconds)}) taught nothing: {causes}."
+        yield Loss(text, seconds, [], share, "leave these sequences out of the batch")
 
 
 @_of_trajectories

@@ -59,6 +59,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         achieved: Operations and bytes per second by lane and stage, as far as the model's shape and
             the work are known.
         unknown_limits: Sentences on what is missing for ``achieved``.
+        useless_training: Training on sequences that taught nothing, by stage and reason, as far as
+            advantages or masks are known.
         collectives: The collectives with the longest waits.
         links: Bytes and bandwidth of collectives by group and size, and of pairs of NPUs.
         kernels: All kernels (operators, in a CPU trace), those with most self time first.
@@ -113,6 +115,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     work: list[columns.WorkRow] = []
     achieved: list[columns.AchievedRow] = []
     unknown_limits: list[str] = []
+    useless_training: list[columns.UselessRow] = []
     collectives: list[columns.CollectiveRow]
     links: list[columns.LinkRow] = []
     kernels: list[columns.KernelRow]

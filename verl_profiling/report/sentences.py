@@ -10,14 +10,16 @@ from verl_profiling.numbers.achieved import WHOLE_STEP
 from verl_profiling.numbers.columns import (
     OTHER_RANKS,
     AchievedRow,
+    LateResponse,
     RequestedCapture,
     Rollout,
     sum_of,
 )
+from verl_profiling.numbers.last_response import LENGTH, SPEED
 from verl_profiling.numbers.lost import cause_name
 from verl_profiling.report.model import Report
 from verl_profiling.slices.intervals import grouped
-from verl_profiling.units import byte_size, duration
+from verl_profiling.units import byte_size, duration, listed
 
 _MOST_BARS = 60
 _LEAST_WAIT = 0.01
@@ -27,6 +29,7 @@ _FLOWS = {
     "training took": {"samples_taken_per_s": "samples", "tokens_taken_per_s": "tokens"},
 }
 _BARS = "▁▂▃▄▅▆▇█"
+_NAMED = 0.1  # share of a response's delay from which a reason is named
 _BEYOND = "▲"
 _FAR = 3.0  # multiple of the 90th percentile beyond which a value is off the axis
 
@@ -332,3 +335,28 @@ def sparkline(values: Sequence[float], most: int) -> str:
         _BEYOND if value > top else _BARS[round(max(value, 0.0) / (top or 1.0) * (len(_BARS) - 1))]
         for value in shown
     )
+
+
+def late_response(report: Report) -> str:
+    """Return why the last response is later than others, as a part of a sentence."""
+    tail = report.tail
+    late = None if tail is None else tail.late
+    if late is None or late.seconds <= 0:
+        return ""
+    reasons = [
+        f"{duration(part.seconds)} {_reason(part.cause, late)}"
+        for part in late.parts
+        if part.share >= _NAMED
+    ]
+    return f"; the last response is {duration(late.seconds)} later than others: {listed(reasons)}"
+
+
+def _reason(cause: str, late: LateResponse) -> str:
+    """Return a reason of a late response, with the numbers behind it."""
+    if cause == LENGTH:
+        return f"{cause} ({late.tokens:,} instead of {late.usual_tokens:,.0f})"
+    if cause == SPEED and late.preemptions:
+        return f"{cause} (preempted {counted(late.preemptions, 'time')})"
+    if cause == "prefill" and late.cached_tokens is not None:
+        return f"{cause} ({late.cached_tokens:,} of {late.prompt_tokens:,} tokens cached)"
+    return cause

@@ -358,6 +358,7 @@ _TABLES = (
         field="versions",
     ),
     Table("taught_nothing", _without_rewards, field="nothing"),
+    Table("useless_training", "Shares are of runs with known advantages or masks."),
     Table("trajectory_statuses", most=100, field="statuses"),
     Table("trajectory_failures", most=100, field="failures"),
     Table(

@@ -3,19 +3,22 @@
 The lead is the time by which a process takes longer in a stage than its peers do on average. For
 example, a rank takes longer in ``update_actor`` if it has more tokens, or if its GPU is slower.
 
-A fit to the peers' runs of the stage gives the time of a run. It is a sum of a constant, a time per
-token, and a time per squared sequence length. The time that the leader's additional work would take
+The time of a run is taken to be a sum of a constant, a time per token, and a time per squared
+sequence length. Their shares of a run are the shape of its time. The leader's runs are alike in
+shape, and longer by a factor if its machine is slower. The time that its additional work would take
 its peers is the part of its data. The rest is the part of its machine.
+
+Each shape is as likely as the runs fit it, as in Bayes' rule without a preference. So runs that say
+little, such as runs with equal work, leave a wide interval instead of a wrong answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import sqrt
-from typing import Any, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from verl_profiling.slices.slices import Floats
 
@@ -24,25 +27,22 @@ LEAST_RUNS = 8
 
 UNSURE = "cannot tell: runs of the same work took too different times"
 """Answer if the error is so large that either part, data or machine, may be the larger one."""
+SAME_WORK = "cannot tell: the work of its peers was the same in all runs"
+"""Answer if no run shows how long more work takes."""
 
-# Runs further from the first fit are left out: three standard deviations, estimated by the median.
-# An example is a run in which the process once stood still.
-_OUTLIER = 3.0 * 1.48
-# Largest spread of the runs, as a share of their mean time. Of 150 simulated leads, 0 to 3 were
-# wrong below it, and 15 above.
-_NOISY = 0.4
-_ERRORS = 3.0  # standard errors in the bound: 95 to 100 of 100 simulated leads lie within
-# A fit is ruled out if its squared residuals exceed the best fit's by more than this many squared
-# spreads. Two more columns gain less than that by chance in 95% of cases.
-_LIKELY = 6.0
-_SAME = 1e-3  # largest share of the leader's work that is no combination of its peers' work
+_STEPS = 40  # shares are multiples of a fortieth; with a twentieth, errors were too small
+_TAIL = 0.005  # probability of a part below the interval, and of one above it
+_SHORTEST = 1e-9  # shortest time of a run, as the logarithms of times are compared
+# Runs are no nearer to a shape than this share of their time, because shares are multiples.
+_NEAREST = 0.01
+_EQUAL = 0.05  # largest spread of tokens, as a share of their mean, with which work is the same
 
 
 class Runs(NamedTuple):
     """Runs of a stage in one process, as columns.
 
     Attributes:
-        seconds: Time of each run (s), without known waits for other ranks.
+        seconds: Time of each run (s), without collectives.
         tokens: Number of tokens in each run.
         squares: Sum of the squared sequence lengths in each run; 0 if unknown.
     """
@@ -56,16 +56,31 @@ class Explained(NamedTuple):
     """The part of a process's lead that its data explain; the rest is the part of its machine.
 
     Attributes:
-        data_s: Seconds that the process's additional work would take its peers.
-        error_s: Error bound of ``data_s``.
+        data_s: Seconds that the process's additional work would take its peers; the mean over the
+            shapes.
+        low_s: Lower bound of ``data_s``.
+        high_s: Upper bound of ``data_s``.
         tokens: Tokens of the process, as a multiple of its peers' mean.
         runs: Number of runs in the fit.
+        unsure: Reason for a wide interval.
     """
 
     data_s: float
-    error_s: float
+    low_s: float
+    high_s: float
     tokens: float
     runs: int
+    unsure: str
+
+    def within(self, lead_s: float) -> Explained:
+        """Return the parts of a lead: no part is negative, or longer than the lead."""
+        data_s, low_s, high_s = np.clip(self[:3], 0.0, lead_s).tolist()
+        return self._replace(data_s=data_s, low_s=low_s, high_s=high_s)
+
+    @property
+    def error_s(self) -> float:
+        """Error bound of ``data_s``."""
+        return max(self.high_s - self.data_s, self.data_s - self.low_s)
 
     def tells(self, lead_s: float) -> bool:
         """Return whether the fit says enough about a lead.
@@ -73,7 +88,7 @@ class Explained(NamedTuple):
         Either the larger part, data or machine, is certain, or the error is at most a quarter of
         the lead.
         """
-        is_certain = abs(self.data_s - lead_s / 2) > self.error_s
+        is_certain = not self.low_s <= lead_s / 2 <= self.high_s
         return is_certain or self.error_s <= lead_s / 4
 
 
@@ -85,88 +100,88 @@ def explained(leader: Runs, peers: Sequence[Runs], earlier: Sequence[Runs] = ())
         peers: Runs of each other process, or of each step before; the lead is over their mean.
         earlier: Further runs for the fit, e.g. of the other processes in earlier steps.
     """
-    work = np.concatenate([_columns(runs) for runs in (*peers, *earlier)])
-    seconds = np.concatenate([runs.seconds for runs in (*peers, *earlier)])
-    if len(seconds) < LEAST_RUNS:
-        return f"cannot tell: {len(seconds)} runs of its peers, {LEAST_RUNS} are needed"
-    scale = np.maximum(np.abs(work).max(axis=0), 1.0)
-    work, own = work / scale, _columns(leader).sum(axis=0) / scale
-    if not _is_within(own, work):
-        return "cannot tell: the work of its peers was the same in all runs"
-    more = own - sum(_columns(runs).sum(axis=0) for runs in peers) / len(peers) / scale
-    first = _fits(work, seconds)[0]
-    distance = np.abs(seconds - work[:, first.columns] @ first.times)
-    kept = distance <= max(_OUTLIER * float(np.median(distance)), 1e-9)
-    fits = _fits(work[kept], seconds[kept])
-    if fits[0].spread_s > _NOISY * float(seconds[kept].mean()):
-        return UNSURE
-    parts = [fit.time_of(more) for fit in fits]
-    data_s, _ = parts[0]
-    mean_tokens = sum(float(runs.tokens.sum()) for runs in peers) / len(peers)
+    others = _joined([*peers, *earlier])
+    if len(others.seconds) < LEAST_RUNS:
+        return f"cannot tell: {len(others.seconds)} runs of its peers, {LEAST_RUNS} are needed"
+    usual = np.maximum(_columns(others).mean(axis=0), _SHORTEST)
+    paces, of_others = _paces(others, usual)
+    likely = _likely(np.concatenate([of_others, _paces(leader, usual)[1]]))
+    compared = _joined(peers)
+    more = _times(leader, usual).sum(axis=0) - _times(compared, usual).sum(axis=0) / len(peers)
+    data_s = paces * more
+    order = np.argsort(data_s)
+    at = np.searchsorted(np.cumsum(likely[order]), [_TAIL, 1 - _TAIL])
+    low_s, high_s = data_s[order][at.clip(max=len(order) - 1)].tolist()
+    has_same_work = float(others.tokens.std()) <= _EQUAL * float(others.tokens.mean())
     return Explained(
-        data_s=data_s,
-        error_s=max(abs(other_s - data_s) + error_s for other_s, error_s in parts),
-        tokens=float(leader.tokens.sum()) / max(mean_tokens, 1.0),
-        runs=int(kept.sum()),
+        data_s=float(data_s @ likely),
+        low_s=low_s,
+        high_s=high_s,
+        tokens=float(leader.tokens.sum()) / max(float(compared.tokens.sum()) / len(peers), 1.0),
+        runs=len(others.seconds) + len(leader.seconds),
+        unsure=SAME_WORK if has_same_work else UNSURE,
     )
+
+
+def expected(runs: Sequence[Runs]) -> list[Floats] | None:
+    """Return how long each run of each process takes by its work, as a multiple of a usual run.
+
+    ``None`` for too few runs.
+    """
+    together = _joined(runs)
+    if len(together.seconds) < LEAST_RUNS:
+        return None
+    usual = np.maximum(_columns(together).mean(axis=0), _SHORTEST)
+    likely = _likely(np.concatenate([_paces(of_one, usual)[1] for of_one in runs]))
+    return [_times(of_one, usual) @ likely for of_one in runs]
+
+
+def _likely(distances: Floats) -> Floats:
+    """Return the probability of each shape, from how far each run is from it."""
+    mean = np.maximum(distances.mean(axis=0), _NEAREST)
+    evidence = -len(distances) * np.log(mean)
+    likely = np.exp(evidence - evidence.max())
+    return np.asarray(likely / likely.sum())
+
+
+@cache
+def _shapes() -> Floats:
+    """Return all shares of the constant, the tokens and the squares; shape (3, shapes)."""
+    shares = [
+        (constant, tokens, _STEPS - constant - tokens)
+        for constant in range(_STEPS + 1)
+        for tokens in range(_STEPS + 1 - constant)
+    ]
+    transposed: Floats = np.array(shares, np.float64).T / _STEPS
+    return transposed
+
+
+def _joined(runs: Sequence[Runs]) -> Runs:
+    return Runs(*(np.concatenate(column) for column in zip(*runs, strict=True)))
 
 
 def _columns(runs: Runs) -> Floats:
     return np.stack([np.ones_like(runs.seconds), runs.tokens, runs.squares], axis=1)
 
 
-def _is_within(own: Floats, work: Floats) -> bool:
-    """Return whether the leader's work is a linear combination of its peers' runs.
+def _times(runs: Runs, usual: Floats) -> Floats:
+    """Return how long each run takes by each shape, as a multiple of a usual run.
 
-    Only then can a fit predict its time. Peers with the same tokens in all runs do not show the
-    time of a token.
+    Args:
+        runs: The runs.
+        usual: Constant, tokens and squares of a usual run.
     """
-    combination = np.linalg.lstsq(work.T, own, rcond=_SAME)[0]
-    rest = own - work.T @ combination
-    return bool(np.abs(rest).max() <= _SAME * np.abs(own).max())
+    times: Floats = np.maximum(_columns(runs) / usual @ _shapes(), _SHORTEST)
+    return times
 
 
-class _Fit(NamedTuple):
-    """A least-squares fit: the seconds that peers take for a stage, by columns of its work.
+def _paces(runs: Runs, usual: Floats) -> tuple[Floats, Floats]:
+    """Return the seconds of a usual run by each shape, and how far each run is from them.
 
-    Attributes:
-        columns: Indexes of the columns in the fit: 0 is the constant, 1 tokens, 2 squared lengths.
-        times: Seconds per unit of each column.
-        covariance: Covariance of ``times``, in units of ``spread_s`` squared.
-        rest: Sum of the squared residuals.
-        spread_s: Standard deviation of the residuals (s), of the best of all fits.
+    The median run has a distance of 0, so a process that is slower in all its runs is not farther.
+    A run in which the process stood still changes no distance of another run.
     """
-
-    columns: list[int]
-    times: NDArray[np.floating[Any]]
-    covariance: NDArray[np.floating[Any]]
-    rest: float
-    spread_s: float = 0.0
-
-    def time_of(self, work: Floats) -> tuple[float, float]:
-        """Return the time that a work takes by this fit, and the error bound of that time (s)."""
-        work = work[self.columns]
-        error_s = _ERRORS * self.spread_s * sqrt(max(0.0, float(work @ self.covariance @ work)))
-        return float(work @ self.times), error_s
-
-
-def _fits(work: Floats, seconds: Floats) -> list[_Fit]:
-    """Return the fits that the runs do not rule out, the best fit first.
-
-    Fits with negative times are left out, because more work never takes less time. With noisy runs,
-    a fit without the squared lengths may be as good as one with them. The two predict different
-    times for a leader with more work than any peer, so both are returned.
-    """
-    found = []
-    for number in range(1, 1 << work.shape[1]):
-        columns = [column for column in range(work.shape[1]) if number >> column & 1]
-        part = work[:, columns]
-        times = np.linalg.lstsq(part, seconds, rcond=None)[0]
-        if (times >= 0).all() and part.any(axis=0).all():
-            rest = float(np.square(seconds - part @ times).sum())
-            found.append(_Fit(columns, times, np.linalg.pinv(part.T @ part), rest))
-    found.sort(key=lambda fit: fit.rest)
-    best = found[0]
-    spread_s = sqrt(best.rest / max(1, len(seconds) - len(best.columns)))
-    most = best.rest + _LIKELY * spread_s**2
-    return [fit._replace(spread_s=spread_s) for fit in found if fit.rest <= most]
+    seconds = np.log(np.maximum(runs.seconds, _SHORTEST))
+    paces = seconds[:, np.newaxis] - np.log(_times(runs, usual))
+    middle = np.median(paces, axis=0)
+    return np.exp(middle), np.abs(paces - middle)

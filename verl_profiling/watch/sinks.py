@@ -55,6 +55,7 @@ def values_of(summary: StepSummary) -> dict[str, float]:
     if summary.helps is not None:
         saves = f"{PREFIX}{summary.helps.stage}/{summary.helps.change}_saves_s"
         values[saves] = summary.helps.saves_ns / 1e9
+    values |= _useless(summary)
     values |= {f"{PREFIX}{name}": rate for name, rate in summary.rates.items()}
     values |= {f"{PREFIX}counts/{name}": value for name, value in summary.counts.items()}
     values |= _memory(summary)
@@ -81,6 +82,12 @@ def _memory(summary: StepSummary) -> dict[str, float]:
             size = getattr(machine, f"{name}_bytes")
             values[f"{PREFIX}machine/{machine.host}/{name}_bytes"] = float(size)
     return values
+
+
+def _useless(summary: StepSummary) -> dict[str, float]:
+    """Return the share of each stage's tokens that taught nothing, as far as known."""
+    shares = {name: work.useless_share for name, work in summary.work.items()}
+    return {f"{PREFIX}{name}/taught_nothing": by for name, by in shares.items() if by is not None}
 
 
 class WatchLog:

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from verl_profiling.files.step_summary import RankUse, StepSummary
-from verl_profiling.slices.lead_fit import LEAST_RUNS, UNSURE, Explained, Runs, explained
+from verl_profiling.slices.lead_fit import LEAST_RUNS, Explained, Runs, explained
 from verl_profiling.units import duration
 from verl_profiling.watch.suspicion import Suspicion
 
@@ -123,12 +123,12 @@ def _sentence(leader: Runs, peers: Sequence[Runs], earlier: Sequence[Runs], step
     lead_s = float(leader.seconds[0]) - mean_s
     if lead_s <= 0:
         return ""
-    if isinstance(found, Explained) and not found.tells(lead_s):
-        found = UNSURE
     if not isinstance(found, Explained):
         return f"data or machine: {found}"
-    data_s = min(max(found.data_s, 0.0), lead_s)
-    parts = [duration(part_s) for part_s in (lead_s, data_s, lead_s - data_s)]
+    found = found.within(lead_s)
+    if not found.tells(lead_s):
+        return f"data or machine: {found.unsure}"
+    parts = [duration(part_s) for part_s in (lead_s, found.data_s, lead_s - found.data_s)]
     return (
         f"of {parts[0]} more, {parts[1]} are its data ({found.tokens:.1f} times the tokens), "
         f"{parts[2]} the machine"

@@ -93,7 +93,8 @@ def hook_work(module: Any) -> None:
 def _with_work(prepare: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
     prepared = prepare(data, *args, **kwargs)
     if process_session().log is not None:
-        add_work({"micro_batches": len(prepared[0])}, _Lengths(data))
+        facts = {"micro_batches": len(prepared[0]), **_learned(data)}
+        add_work(facts, _PerSequence(_lengths, data))
     return prepared
 
 
@@ -105,23 +106,47 @@ def _marked_micro_batches(prepare: Callable[..., Any], *args: Any, **kwargs: Any
     return _MarkedMicroBatches(micro_batches), *rest
 
 
-class _Lengths:
-    """Lengths of the sequences of a batch, which are read only if a stage is recorded."""
+class _PerSequence:
+    """A number for each sequence of a batch, which is read only if a stage is recorded.
 
-    def __init__(self, data: Any) -> None:
-        self._data = data
+    Args:
+        read: Function that returns the numbers as a tensor.
+        data: The batch.
+    """
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.tolist())
+    def __init__(self, read: Callable[[Any], Any], data: Any) -> None:
+        self._read, self._data = read, data
 
-    def tolist(self) -> list[int]:
-        """Return the lengths without padding: packed batches are nested tensors, others have a
-        mask.
-        """
-        ids = self._data["input_ids"]
-        lengths = ids.offsets().diff() if ids.is_nested else self._data["attention_mask"].sum(-1)
-        as_list: list[int] = lengths.tolist()
-        return as_list
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._read(self._data).tolist())
+
+
+def _lengths(data: Any) -> Any:
+    """Return the lengths without padding: packed batches are nested tensors, others have a mask."""
+    ids = data["input_ids"]
+    return ids.offsets().diff() if ids.is_nested else data["attention_mask"].sum(-1)
+
+
+def _masks(data: Any) -> Any:
+    return _padded(data["response_mask"]).sum(-1)
+
+
+def _advantages(data: Any) -> Any:
+    return (_padded(data["advantages"]) * _padded(data["response_mask"])).abs().sum(-1)
+
+
+def _padded(values: Any) -> Any:
+    return values.to_padded_tensor(0) if values.is_nested else values
+
+
+def _learned(data: Any) -> dict[str, Any]:
+    """Return advantages and masks of the sequences that an actor is trained on."""
+    if "advantages" not in data.keys():  # noqa: SIM118 - a TensorDict has no other ``in``
+        return {}
+    return {
+        "advantages": _PerSequence(_advantages, data),
+        "masks": _PerSequence(_masks, data),
+    }
 
 
 class _MarkedMicroBatches(list[Any]):
@@ -132,7 +157,7 @@ class _MarkedMicroBatches(list[Any]):
     def __iter__(self) -> Iterator[Any]:
         micro_batch = stage("micro_batch")
         for item in super().__iter__():
-            with micro_batch.given(lengths=_Lengths(item)):
+            with micro_batch.given(lengths=_PerSequence(_lengths, item), **_learned(item)):
                 yield item
 
 
