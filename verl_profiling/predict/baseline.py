@@ -70,7 +70,6 @@ class Baseline:
             others |= self._add(at, segment)
             if segment.kind.startswith(LAG_BY):
                 blocked[tool_name(segment.kind.removeprefix(LAG_BY))].append(at)
-        self._spans = list[Ints]()
         if self._chains is not None:
             waits += np.flatnonzero(self._chains.of_kinds(WAIT)).tolist()
             others |= self._add_chains(self._chains, blocked)
@@ -103,10 +102,9 @@ class Baseline:
         """Note the segments of chains under the calls around them, and those of lag in ``blocked``;
         return the names of calls around segments that are no lag.
         """
-        self._spans = list(chains.open_spans())
         is_lag = chains.of_kinds(LOOP_LAG)
         names, table = set[str](), chains.records.spans
-        for row in self._spans:
+        for row in chains.open_spans():
             rows = row[(row != NO_SPAN) & ~is_lag]
             names |= {tool_name(chains.records.names[name]) for name in np.unique(table.name[rows])}
         for number in np.unique(chains.kind[is_lag]):
@@ -126,7 +124,7 @@ class Baseline:
             spans = self._chains.records.spans
             has_name = [tool_name(one) == name for one in self._chains.records.names]
             is_call = np.array([*has_name, False])[np.append(spans.name, -1)]
-            for row in self._spans:
+            for row in self._chains.open_spans():
                 of_rows = np.where(is_call[row], row, of_rows)
             rows = np.flatnonzero(of_rows != NO_SPAN)
             parts.append((rows, (spans.end - spans.since)[of_rows[rows]]))

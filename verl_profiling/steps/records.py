@@ -346,14 +346,15 @@ def _reach(parent: Ints, end: Ints) -> Ints:
         end: End of each span (ns).
     """
     reach: Ints = end.copy()
-    levels = list[Ints]()
+    depth = np.zeros(len(end), np.int64)
     inner = np.flatnonzero(parent != NO_SPAN)
     around = parent[inner]
     while len(inner):
-        levels.append(inner)
+        depth[inner] += 1
         is_deeper = parent[around] != NO_SPAN
         inner, around = inner[is_deeper], parent[around[is_deeper]]
-    for rows in reversed(levels):
+    for level in range(depth.max(initial=0), 0, -1):
+        rows = np.flatnonzero(depth == level)
         np.maximum.at(reach, parent[rows], reach[rows])
     return reach
 
