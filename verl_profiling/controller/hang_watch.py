@@ -34,6 +34,7 @@ from verl_profiling.watch.hangs import (
     in_background,
     silent,
 )
+from verl_profiling.watch.process_recorder import end_recorder
 from verl_profiling.watch.sums import NO_LOOKS, StageSums, WatchQuestion, WatchReading
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class HangWatch:
         thread = self._thread  # it sets the attribute to None when no step is open
         if thread is not None:
             thread.join(_ANSWER_S)
+        end_recorder()
         self._call(self._told, NO_LOOKS)
 
     def _sums(self) -> set[StageSums]:

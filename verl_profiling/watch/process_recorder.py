@@ -76,6 +76,7 @@ class ProcessRecorder:
         self._noted: tuple[int, str] = (0, "")
         self._lock = threading.Lock()
         self._peers: threading.Thread | None = None
+        self._ends = -1  # an event's descriptor, which ends the thread
 
     def read(self, stages: Iterable[tuple[int, str]]) -> tuple[ProcessUse, MachineUse]:
         """Read memory and CPU, and write the record if it has changed.
@@ -96,12 +97,20 @@ class ProcessRecorder:
             self._written_bytes = size
             self._write()
         if self._peers is None and hasattr(os, "pidfd_open"):
+            self._ends = os.eventfd(0)
             self._peers = threading.Thread(
                 target=self._follow_peers, name="verl-profiling-peers", daemon=True
             )
             with suppress(RuntimeError):  # at exit
                 self._peers.start()
         return use, machine
+
+    def end(self) -> None:
+        """End the thread that follows other processes, as training is over."""
+        thread = self._peers
+        if thread is not None and thread.is_alive():
+            os.eventfd_write(self._ends, 1)
+            thread.join()
 
     def no_cpu(self) -> str:
         """Return a clause on why this process got no CPU for most of the time before the last
@@ -157,9 +166,11 @@ class ProcessRecorder:
     def _follow_peers(self) -> None:
         """Write down which watched processes of this machine die, until nobody reads any more."""
         poll = select.poll()
+        poll.register(self._ends, select.POLLIN)
+        is_over = False
         names: set[str] = {self._record.file}
         peers: dict[int, ProcessRecord] = {}
-        while clock.now_ns() - self._record.at_ns < _SEEN_NS:
+        while not is_over and clock.now_ns() - self._record.at_ns < _SEEN_NS:
             with suppress(OSError):
                 for record in read_records(self.folder, socket.gethostname(), names):
                     names.add(record.file)
@@ -168,10 +179,13 @@ class ProcessRecorder:
                         peers[descriptor] = record
                         poll.register(descriptor, select.POLLIN)
             for descriptor, _ in poll.poll(_NEW_PEERS_MS):
+                if descriptor == self._ends:
+                    is_over = True
+                    continue
                 poll.unregister(descriptor)
                 os.close(descriptor)
                 self._dies(peers.pop(descriptor))
-        for descriptor in peers:
+        for descriptor in (*peers, self._ends):
             os.close(descriptor)
         self._peers = None
 
@@ -213,6 +227,12 @@ def recorder_of(hangs: str, lane: str, role: str) -> ProcessRecorder | None:
         if multiprocessing.parent_process() is not None:  # such a process runs no atexit functions
             multiprocessing.util.Finalize(None, _recorder.leave, exitpriority=100)
     return _recorder
+
+
+def end_recorder() -> None:
+    """End the thread of this process's recorder; its record stays."""
+    if _recorder is not None:
+        _recorder.end()
 
 
 def note_failure(error: BaseException, stage: str = "", is_fatal: bool = False) -> None:
