@@ -30,6 +30,7 @@ COMMANDS = {
     "top": "show a running job, live: steps, stages, slow processes, captures so far",
     "diff": "compare two steps or two runs",
     "what-if": "show the critical path of a step, and predict the step after changes",
+    "replay": "send the requests of a captured step to an engine again, without the trainer",
     "collect": "fetch reports that Nsight Systems finished after the run",
     "export": "send a step to an OpenTelemetry endpoint, or its requests to a file",
     "check": "verify that every expected artifact exists and is complete",

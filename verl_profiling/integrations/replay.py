@@ -1,0 +1,280 @@
+"""Sends the load of a captured step to an engine again, without the trainer.
+
+The replay is captured like the rollout of a loop, so every command reads it. Prompts have the
+recorded lengths and shared blocks, and random tokens; responses have the recorded lengths.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import random
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import cycle
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from verl_profiling import AsyncProfilingCallback, span, trajectory
+from verl_profiling.errors import ConfigError, choices_hint
+from verl_profiling.manifest import BLOCK_TOKENS
+from verl_profiling.steps.load import Load, mooncake_rows
+from verl_profiling.tools.base import imported
+from verl_profiling.workers import (
+    AgentLoopCaptureMixin,
+    RequestLog,
+    RolloutCaptureMixin,
+    SGLangCaptureMixin,
+    VLLMCaptureMixin,
+)
+
+_TOKENS = range(10, 500)  # ids that every vocabulary has, without the special ones at its begin
+_MOST_CONNECTIONS = 1000
+_WARM_UP_TOKENS = 2
+
+
+class Server(Protocol):
+    """A server with a capture mixin, and these methods."""
+
+    async def generate(self, id: str, prompt: list[int], tokens: int) -> None:
+        """Serve one request with exactly so many tokens."""
+
+    async def reset(self) -> None:
+        """Empty the prefix cache, as an update of the weights does."""
+
+    def close(self) -> None:
+        """End the engine."""
+
+
+class VLLMServer(VLLMCaptureMixin):
+    """A vLLM engine.
+
+    Args:
+        profiling: Settings of the capture.
+        replica: Index of the replica.
+        options: Fields of vLLM's ``AsyncEngineArgs``.
+
+    Raises:
+        ConfigError: vLLM has no such option.
+        ToolUnavailableError: vLLM is not installed.
+    """
+
+    def __init__(self, profiling: Mapping[str, Any], replica: int, options: Mapping[str, Any]):
+        arguments = imported("vllm.engine.arg_utils", "vllm", "vllm").AsyncEngineArgs
+        _check_options("vLLM", options, arguments)
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        recorded = self.engine_args(profiling)
+        self.engine = AsyncLLM.from_engine_args(arguments(**options, **recorded))
+        self.init_capture(profiling, replica=replica)
+
+    async def generate(self, id: str, prompt: list[int], tokens: int) -> None:
+        """Serve one request."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
+        async for _ in self.engine.generate({"prompt_token_ids": prompt}, sampling, request_id=id):
+            pass
+
+    async def reset(self) -> None:
+        """Empty the prefix cache."""
+        await self.engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """End the engine."""
+        self.engine.shutdown()
+
+
+class SGLangServer(SGLangCaptureMixin):
+    """An SGLang engine; see :class:`VLLMServer`. ``options`` are fields of ``ServerArgs``."""
+
+    def __init__(self, profiling: Mapping[str, Any], replica: int, options: Mapping[str, Any]):
+        arguments = imported("sglang.srt.server_args", "sglang", "sglang").ServerArgs
+        _check_options("SGLang", options, arguments)
+        import sglang
+
+        self.engine = sglang.Engine(**options)
+        self.init_capture(profiling, replica=replica)
+
+    async def generate(self, id: str, prompt: list[int], tokens: int) -> None:
+        """Serve one request."""
+        sampling = {"max_new_tokens": tokens, "ignore_eos": True}
+        await self.engine.async_generate(input_ids=prompt, sampling_params=sampling, rid=id)
+
+    async def reset(self) -> None:
+        """Empty the prefix cache."""
+        await self.engine.tokenizer_manager.flush_cache()
+
+    def close(self) -> None:
+        """End the engine."""
+        self.engine.shutdown()
+
+
+class CompletionsServer(RolloutCaptureMixin):
+    """A running server of OpenAI's completions, whose requests are logged where they are sent.
+
+    Args:
+        profiling: Settings of the capture.
+        url: URL of the server, without the path.
+    """
+
+    def __init__(self, profiling: Mapping[str, Any], url: str) -> None:
+        self._url = url.rstrip("/")
+        self._log = RequestLog()
+        self._threads = ThreadPoolExecutor(_MOST_CONNECTIONS)
+        with urllib.request.urlopen(f"{self._url}/v1/models") as answer:
+            self._model = json.load(answer)["data"][0]["id"]
+        self.init_capture(profiling, requests=self._log)
+
+    async def generate(self, id: str, prompt: list[int], tokens: int) -> None:
+        """Serve one request."""
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "min_tokens": tokens,
+            "ignore_eos": True,
+        }
+        with self._log.open(len(prompt), id=id) as request:
+            loop = asyncio.get_running_loop()
+            usage = await loop.run_in_executor(self._threads, self._post, body)
+            request.response_tokens = usage["completion_tokens"]
+
+    def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(
+            f"{self._url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            usage: dict[str, Any] = json.load(answer)["usage"]
+            return usage
+
+    async def reset(self) -> None:
+        """Keep the server's cache, which is its owner's."""
+
+    def close(self) -> None:
+        """End the threads; the server runs on."""
+        self._threads.shutdown()
+
+
+_ENGINES = {"vllm": VLLMServer, "sglang": SGLangServer}
+
+
+def servers_of(
+    engine: str, profiling: Mapping[str, Any], options: Mapping[str, Any], replicas: int
+) -> list[Server]:
+    """Return the servers for a replay.
+
+    Args:
+        engine: ``vllm``, ``sglang``, or the URL of a server of OpenAI's completions.
+        profiling: Settings of the capture.
+        options: Options of the engine.
+        replicas: Number of engines.
+
+    Raises:
+        ConfigError: The engine is unknown, has no such option, or is a URL with options.
+        ToolUnavailableError: The engine is not installed.
+    """
+    if urlsplit(engine).scheme in ("http", "https"):
+        if options or replicas != 1:
+            raise ConfigError("--engine", "a running server keeps its own options and replicas")
+        return [CompletionsServer(profiling, engine)]
+    if engine not in _ENGINES:
+        raise ConfigError("--engine", f"unknown {engine!r}; {choices_hint(engine, _ENGINES)}")
+    return [_ENGINES[engine](profiling, replica, options) for replica in range(replicas)]
+
+
+def _check_options(engine: str, options: Mapping[str, Any], arguments: type) -> None:
+    names = {field.name for field in dataclasses.fields(arguments)}
+    for name in options:
+        if name not in names:
+            raise ConfigError(f"--set {name}", f"{engine} has no such option")
+
+
+async def replay(
+    load: Load,
+    servers: Sequence[Server],
+    profiling: Mapping[str, Any],
+    *,
+    step: int = 1,
+    times: int = 1,
+    at_arrivals: bool = False,
+) -> list[Path]:
+    """Send a load; return the folders of the captures.
+
+    Args:
+        load: The load.
+        servers: The servers. A session stays on one of them.
+        profiling: Settings of the capture.
+        step: Number of the first captured step.
+        times: How often the load is sent, each time to an empty prefix cache.
+        at_arrivals: Whether a session begins at its recorded time. Otherwise all begin at once,
+            and only turns wait, for the one before and its tools.
+    """
+    agents, folders = AgentLoopCaptureMixin(), []
+    agents.init_capture(profiling)
+    sessions = _sessions(load)
+    async with AsyncProfilingCallback(profiling) as callback:
+        callback.add_workers("agent_loop", agents)
+        callback.add_rollout(list(servers))
+        for number in range(step, step + times):
+            for server in servers:
+                await server.generate("warm-up", [_TOKENS[0]], _WARM_UP_TOKENS)
+                await server.reset()
+            await callback.on_step_begin(number)
+            await callback.on_rollout_begin()
+            begin_s = time.monotonic() if at_arrivals else None
+            await asyncio.gather(
+                *[
+                    _send(rows, server, begin_s)
+                    for rows, server in zip(sessions, cycle(servers), strict=False)
+                ]
+            )
+            await callback.on_rollout_end()
+            await callback.on_step_end()
+            if callback.last_folder is not None:
+                folders.append(callback.last_folder)
+    return folders
+
+
+def _sessions(load: Load) -> list[list[Mapping[str, Any]]]:
+    """Return the rows of each session, sorted by time."""
+    sessions: dict[object, list[Mapping[str, Any]]] = {}
+    for row in mooncake_rows(load):
+        sessions.setdefault(row["session_id"], []).append(row)
+    return list(sessions.values())
+
+
+async def _send(rows: Sequence[Mapping[str, Any]], server: Server, begin_s: float | None) -> None:
+    """Send the turns of a session one after another."""
+    if begin_s is not None:
+        await asyncio.sleep(begin_s + rows[0]["timestamp"] / 1e3 - time.monotonic())
+    name = rows[0]["session_id"]
+    async with trajectory(group=rows[0]["group"]):
+        for turn, row in enumerate(rows):
+            if "delay" in row:
+                async with span("tool:recorded"):
+                    await asyncio.sleep(row["delay"] / 1e3)
+            id = f"{name} turn {turn}"
+            prompt = _prompt(row["hash_ids"], row["input_length"])
+            async with span("generate", request=id):
+                await server.generate(id, prompt, row["output_length"])
+
+
+def _prompt(blocks: Sequence[int], length: int) -> list[int]:
+    """Return a prompt of a length, with the same tokens wherever a block is the same."""
+    tokens: list[int] = []
+    for block in blocks:
+        tokens += _block(block)
+    return tokens[:length]
+
+
+@cache
+def _block(number: int) -> list[int]:
+    return random.Random(number).choices(_TOKENS, k=BLOCK_TOKENS)
