@@ -12,7 +12,7 @@ import json
 import random
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import cycle
@@ -33,13 +33,19 @@ from verl_profiling.workers import (
     VLLMCaptureMixin,
 )
 
-_TOKENS = range(10, 500)  # ids that every vocabulary has, without the special ones at its begin
+_VOCABULARY = 500  # a server behind a URL does not say its own; models that people serve have more
 _MOST_CONNECTIONS = 1000
 _WARM_UP_TOKENS = 2
 
 
 class Server(Protocol):
-    """A server with a capture mixin, and these methods."""
+    """A server with a capture mixin, and these methods.
+
+    Attributes:
+        vocabulary: Number of token ids of the model.
+    """
+
+    vocabulary: int
 
     async def generate(self, id: str, prompt: list[int], tokens: int) -> None:
         """Serve one request with exactly so many tokens."""
@@ -71,6 +77,7 @@ class VLLMServer(VLLMCaptureMixin):
 
         recorded = self.engine_args(profiling)
         self.engine = AsyncLLM.from_engine_args(arguments(**options, **recorded))
+        self.vocabulary = self.engine.vllm_config.model_config.get_vocab_size()
         self.init_capture(profiling, replica=replica)
 
     async def generate(self, id: str, prompt: list[int], tokens: int) -> None:
@@ -99,6 +106,7 @@ class SGLangServer(SGLangCaptureMixin):
         import sglang
 
         self.engine = sglang.Engine(**options)
+        self.vocabulary = self.engine.tokenizer_manager.model_config.vocab_size
         self.init_capture(profiling, replica=replica)
 
     async def generate(self, id: str, prompt: list[int], tokens: int) -> None:
@@ -122,6 +130,8 @@ class CompletionsServer(RolloutCaptureMixin):
         profiling: Settings of the capture.
         url: URL of the server, without the path.
     """
+
+    vocabulary = _VOCABULARY
 
     def __init__(self, profiling: Mapping[str, Any], url: str) -> None:
         self._url = url.rstrip("/")
@@ -163,7 +173,7 @@ class CompletionsServer(RolloutCaptureMixin):
         self._threads.shutdown()
 
 
-_ENGINES = {"vllm": VLLMServer, "sglang": SGLangServer}
+_ENGINES: dict[str, Callable[..., Server]] = {"vllm": VLLMServer, "sglang": SGLangServer}
 
 
 def servers_of(
@@ -225,7 +235,7 @@ async def replay(
         callback.add_rollout(list(servers))
         for number in range(step, step + times):
             for server in servers:
-                await server.generate("warm-up", [_TOKENS[0]], _WARM_UP_TOKENS)
+                await server.generate("warm-up", [1], _WARM_UP_TOKENS)
                 await server.reset()
             await callback.on_step_begin(number)
             await callback.on_rollout_begin()
@@ -262,19 +272,19 @@ async def _send(rows: Sequence[Mapping[str, Any]], server: Server, begin_s: floa
                 async with span("tool:recorded"):
                     await asyncio.sleep(row["delay"] / 1e3)
             id = f"{name} turn {turn}"
-            prompt = _prompt(row["hash_ids"], row["input_length"])
+            prompt = _prompt(row["hash_ids"], row["input_length"], server.vocabulary)
             async with span("generate", request=id):
                 await server.generate(id, prompt, row["output_length"])
 
 
-def _prompt(blocks: Sequence[int], length: int) -> list[int]:
+def _prompt(blocks: Sequence[int], length: int, vocabulary: int) -> list[int]:
     """Return a prompt of a length, with the same tokens wherever a block is the same."""
     tokens: list[int] = []
     for block in blocks:
-        tokens += _block(block)
+        tokens += _block(block, vocabulary)
     return tokens[:length]
 
 
 @cache
-def _block(number: int) -> list[int]:
-    return random.Random(number).choices(_TOKENS, k=BLOCK_TOKENS)
+def _block(number: int, vocabulary: int) -> list[int]:
+    return random.Random(number).choices(range(vocabulary), k=BLOCK_TOKENS)
