@@ -53,7 +53,7 @@ SHARED = (
 )
 ANALYSIS = ("steps", "numbers", "timeline", "report", "predict", "analysis", "commands", "cli")
 # Before a run, or a run themselves: on neither side, and known to their commands alone.
-DOCTOR = ("commands.doctor", "commands.plan", "commands.demo")
+DOCTOR = ("commands.doctor", "commands.plan", "commands.demo", "commands.replay")
 
 
 def module_of(path: Path) -> str:
