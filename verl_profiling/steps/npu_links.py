@@ -25,7 +25,7 @@ _FIELDS = ("Transport Type", "Transit Size(MB)", "Transit Time(ms)", "Bandwidth(
 
 
 class Link(NamedTuple):
-    """What one NPU sent to another.
+    """Data that one NPU sent to another, in one collective.
 
     Attributes:
         collective: Name of the collective, e.g. ``allreduce``.
