@@ -316,7 +316,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: Count | None = None
     policy_version: int | None = None
     failed: bool = False
-    prompt_blocks: list[int] = []
+    prompt_blocks: tuple[int, ...] = ()
 
     def parts(self) -> list[tuple[RequestPart, int, int]]:
         """Return the consecutive parts of the request without gaps: name, begin, end (unix ns).

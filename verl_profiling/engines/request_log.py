@@ -320,7 +320,7 @@ class OpenRequest(msgspec.Struct, eq=False):
                 preemptions=_count(self.preemptions),
                 policy_version=self._policy_version,
                 failed=failed,
-                prompt_blocks=block_hashes(self.prompt_ids) if self._log.hashes_prompts else [],
+                prompt_blocks=block_hashes(self.prompt_ids) if self._log.hashes_prompts else (),
             ),
         )
 
@@ -352,7 +352,7 @@ def _taken_arrival_ns() -> int:
     return time_ns
 
 
-def block_hashes(ids: Sequence[int]) -> list[int]:
+def block_hashes(ids: Sequence[int]) -> tuple[int, ...]:
     """Return a hash of each block of :data:`BLOCK_TOKENS` tokens, with all blocks before it.
 
     So two prompts have as many equal hashes as they share blocks from their begin, the rule by
@@ -367,7 +367,7 @@ def block_hashes(ids: Sequence[int]) -> list[int]:
         block = tokens[first : first + BLOCK_TOKENS].tobytes()
         digest = blake2b(digest + block, digest_size=_HASH_BYTES).digest()
         hashes.append(int.from_bytes(digest, "big"))
-    return hashes
+    return tuple(hashes)
 
 
 def _count(value: object) -> int | None:
