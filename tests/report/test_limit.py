@@ -177,6 +177,68 @@ def test_ranks_that_share_a_batch_share_its_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("stages", "known", "counted"),
+    [
+        # a stage in another one is a part of it
+        ([("update_actor", 2, 4), ("update_policy", 2, 4, 1)], [0, 1], {"update_actor": 1}),
+        ([("update_actor", 2, 4), ("update_policy", 2, 4, 1)], [1], {"update_actor": 1}),
+        # of one of two runs, nothing is known
+        ([("update_actor", 2, 3), ("update_actor", 3, 4)], [0], {}),
+        # a forward pass inside is no work of the backward pass
+        ([("update_actor", 2, 4), ("old_log_prob", 2, 3, 1)], [1], {"old_log_prob": 1 / 3}),
+    ],
+)
+def test_work_counts_once_and_only_if_all_runs_have_it(
+    tmp_path: Path, stages: list[Any], known: list[int], counted: dict[str, float]
+) -> None:
+    """The step has the sum of the stages."""
+    whole = limit_of(tmp_path, QWEN, WORK).achieved[0].operations
+    folder = tmp_path / "step_000002"
+    folder.mkdir()
+    drawn_inputs(folder, [("update_actor", 2, 4)], [Worker("actor", stages=stages)], 4)
+    manifest = read_manifest(folder)
+    [actor] = manifest.workers
+    spans = list(actor.stages)
+    for number in known:
+        spans[number] = replace(spans[number], work=WORK)
+    workers = [replace(actor, stages=spans)]
+    write_json_atomically(folder / MANIFEST_NAME, replace(manifest, workers=workers))
+    shares = {row.stage: row.operations / whole for row in open_step(folder).report().achieved}
+    assert shares.pop("(step)", 0.0) == pytest.approx(sum(counted.values()))
+    assert shares == pytest.approx(counted)
+
+
+def test_ranks_of_an_engine_that_are_not_recorded_do_their_part(tmp_path: Path) -> None:
+    """One trace of four ranks has a quarter of the work."""
+    before = limit_of(tmp_path, EXPERTS, WORK)
+    folder = tmp_path / "step_000001"
+    manifest = read_manifest(folder)
+    actor, engine = manifest.workers
+    engine = replace(engine, identity=replace(engine.identity, world_size=4))
+    write_json_atomically(folder / MANIFEST_NAME, replace(manifest, workers=[actor, engine]))
+    for past, now in zip(before.achieved, open_step(folder).report().achieved, strict=True):
+        of_engine = past.lane == "rollout0_rank0"
+        assert now.operations == pytest.approx(past.operations / (4 if of_engine else 1))
+
+
+def test_a_weight_update_is_no_time_of_decoding(tmp_path: Path) -> None:
+    """The engine loads weights for a second after its last iteration."""
+    write_run(tmp_path, {"model": QWEN})
+    name = "execute_4_context_0(sq0sk0sqsq0sqsk0)_generation_4(sq4sk4000sqsq4sqsk4000)"
+    served = Worker(
+        "rollout",
+        replica=0,
+        kernels=[("attention", 0, 1), ("copy", 2, 3)],
+        iterations=[(name, 0, 1)],
+    )
+    folder = tmp_path / "step_000001"
+    folder.mkdir()
+    drawn_inputs(folder, [("rollout", 0, 2), ("update_weights", 2, 3)], [served], 4)
+    [decode, _] = open_step(folder).report().achieved
+    assert (decode.stage, decode.duration_us) == ("decode", pytest.approx(1e6))
+
+
+@pytest.mark.parametrize(
     ("model", "work", "said"),
     [
         (None, WORK, 'pass the model to see how far stages are from the limit: "model": '),

@@ -21,11 +21,13 @@ from verl_profiling.numbers.columns import AchievedRow, WorkRow
 from verl_profiling.numbers.device_peaks import PEAK_OF
 from verl_profiling.numbers.model_shape import TRAINING, ModelShape, shape_of
 from verl_profiling.slices.intervals import (
+    EMPTY,
     Ints,
     covered_before,
     grouped,
     holding,
     length,
+    subtract,
     time_of,
     union,
 )
@@ -95,10 +97,12 @@ class Achieved:
         lanes = [lane for lane in self._step.lanes if lane.source.worker == worker.name]
         device = lanes[0].model if len(lanes) == 1 and lanes[0].on_device else ""
         ranks = prod(worker.identity.sizes.get(name, 1) for name in _SHARED_BY)
-        for stage in dict.fromkeys(span.name for span in worker.stages):
-            passes = _passes(stage)
-            if not passes:
-                continue
+        outer_first = sorted(worker.stages, key=lambda span: (span.begin_ns, span.depth))
+        counted = EMPTY
+        for stage in dict.fromkeys(span.name for span in outer_first):
+            passes, time = _passes(stage), time_of(worker.stages, stage)
+            if not passes or not length(subtract(time, counted)):
+                continue  # without a model, or a part of a stage that counts
             given = _given(worker, stage, work)
             shape = self._shape(CRITIC if stage in _OF_CRITIC else worker.identity.role)
             if given is None or not given.tokens or not given.tokens_squared:
@@ -106,8 +110,8 @@ class Achieved:
             elif shape is not None:
                 pairs = (given.tokens_squared + given.tokens) / 2
                 flops = passes * shape.forward(given.tokens, pairs, given.tokens) / ranks
-                took_ns = length(time_of(worker.stages, stage))
-                self._add(worker.name, stage, device, took_ns, flops)
+                self._add(worker.name, stage, device, length(time), flops)
+                counted = union(counted, time)
 
     def _add_engine(self, lane: Lane) -> None:
         """Add the rows of an engine's rank: prefill, and decode."""
@@ -120,8 +124,14 @@ class Achieved:
         if shape is None or attention is None:
             return
         pairs, cached = attention
+        worker = self._step.worker_of(lane.source)
         ranks = sum(other.source.worker == lane.source.worker for other in self._step.lanes)
-        work = union(lane.busy, lane.iterations[:, :2])
+        if worker is not None:
+            ranks = max(ranks, worker.identity.world_size)  # not all of them may be recorded
+        sync = self._step.during(WEIGHT_SYNC)
+        first, stop = np.searchsorted(lane.iterations[:, 0], sync).T
+        # A weight update without an iteration is no part of the iteration before it.
+        work = union(subtract(lane.busy, sync[first == stop]), lane.iterations[:, :2])
         edges = np.append(lane.iterations[:, 0], max(work[-1, 1], self._step.end_ns))
         took = np.diff(covered_before(work, edges))[is_used]
         tokens, new = iterations[:, 2:5].sum(axis=1), iterations[:, 3]
@@ -182,14 +192,17 @@ def _passes(stage: str) -> int:
 
 
 def _given(worker: CaptureResult, stage: str, work: Mapping[str, WorkRow]) -> WorkRow | None:
-    """Return the work of a stage, else of the stages inside it alone, such as micro-batches."""
-    if stage in work:
-        return work[stage]
+    """Return the work of a stage, else of the stages inside it alone, such as micro-batches.
+
+    It is ``None`` if a run has no known work, or if the stages inside have other passes.
+    """
     time = time_of(worker.stages, stage)
-    for name, row in work.items():
+    for name in (stage, *work):
         begins = np.array([span.begin_ns for span in worker.stages if span.name == name], np.int64)
-        if holding(time, begins).all():
-            return row
+        is_known = name in work and work[name].runs == len(begins)
+        is_alike = _passes(name) in (0, _passes(stage))
+        if is_known and is_alike and holding(time, begins).all():
+            return work[name]
     return None
 
 
