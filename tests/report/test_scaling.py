@@ -151,6 +151,40 @@ def test_work_grows_for_reasons_that_the_facts_tell(
     assert known == ("tokens" in before)
 
 
+def test_a_fact_that_a_step_lacks_is_no_zero(tmp_path: Path) -> None:
+    """Neither the tokens of a step, nor a worker of it."""
+    known = {"work_s": [2.0, 2.0], "whole": 800}
+    before = report_of(step_of(tmp_path / "a/step_000001", [4.0], whole=800))
+    after = [report_of(step_of(tmp_path / "b/step_000001", **known))]
+    after.append(report_of(step_of(tmp_path / "b/step_000002", [2.0, 2.0])))
+    scaling = compare([before], after).scaling
+    assert scaling is not None
+    assert (scaling.lanes, scaling.tokens) == (2, 1)
+    less = report_of(step_of(tmp_path / "c/step_000002", [2.0]))
+    assert compare([after[0], less], after).scaling is None
+
+
+@pytest.mark.parametrize(
+    ("each", "part"), [((800, 400), "smaller batches in update_actor"), ((0, 0), "unexplained")]
+)
+def test_the_work_of_the_loop_is_that_of_no_lane(
+    tmp_path: Path, each: tuple[int, int], part: str
+) -> None:
+    """The loop passes the lengths of all lanes; they do not tell that a stage does not scale."""
+    reports = []
+    for name, work_s, tokens in (("a", [4.0], each[0]), ("b", [2.6, 2.6], each[1])):
+        folder = step_of(tmp_path / name / "step_000001", work_s, tokens=tokens, fixed_s=0.0)
+        manifest = read_manifest(folder)
+        work = Work(tokens=800, samples=8)
+        stages = [replace(span, work=work) for span in manifest.stages]
+        write_json_atomically(folder / MANIFEST_NAME, replace(manifest, stages=stages))
+        reports.append(report_of(folder))
+    diff = compare(reports[:1], reports[1:])
+    assert diff.scaling is not None
+    assert diff.scaling.tokens == 1
+    assert parts_of(diff) == {"fixed part of update_actor": 0.25, part: 0.6}
+
+
 def test_diff_prints_the_reasons_of_runs_with_more_lanes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ Numbers are means over the captured steps: unlike medians, they add up.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import msgspec
@@ -21,7 +21,7 @@ from verl_profiling.units import duration, listed
 
 _LEAST_SHARE = 0.01  # of the step: smaller parts are added up
 _MOST = 5  # parts in the sentence
-_WHOLE_STEP = ""
+_WHOLE_STEP, _LOOP = "", "controller"
 _Means = defaultdict[tuple[str, str], float]
 """Means over steps: times (s), tokens, ... by what they are, and by stage."""
 
@@ -156,29 +156,48 @@ _KINDS = {
 
 
 def _means(reports: Sequence[Report]) -> _Means:
-    """Return the means over steps."""
-    sums: _Means = defaultdict(float)
+    """Return the means over steps: of facts, over the steps in which they are known."""
+    sums, known = _Means(float), Counter[tuple[str, str]]()
     for report in reports:
-        _add_step(sums, report)
-    return _Means(float, {key: value / len(reports) for key, value in sums.items()})
+        _add_times(sums, report)
+        facts = _facts(report)
+        known.update(facts.keys())
+        for key, value in facts.items():
+            sums[key] += value
+    means = _Means(
+        float, {key: value / (known[key] or len(reports)) for key, value in sums.items()}
+    )
+    # A worker may be missing in a step.
+    means["lanes", _WHOLE_STEP] = max(
+        (row.lanes for report in reports for row in report.stages), default=0
+    )
+    return means
 
 
-def _add_step(sums: _Means, report: Report) -> None:
-    """Add the parts of a step's outermost stages (s), its lanes, and its tokens."""
+def _add_times(sums: _Means, report: Report) -> None:
+    """Add the parts of a step's outermost stages (s)."""
     for row in report.stages:
         if row.depth == 0:
             stage_s = row.share * report.span_us / 1e6  # stages side by side share their time
             for kind, share in _shares(row).items():
                 sums[kind, row.name] += stage_s * share
-    sums["lanes", _WHOLE_STEP] += max((row.lanes for row in report.stages), default=0)
+
+
+def _facts(report: Report) -> dict[tuple[str, str], float]:
+    """Return the known tokens of a step and its stages."""
+    facts: dict[tuple[str, str], float] = {}
     if report.throughput is not None:
-        sums["tokens", _WHOLE_STEP] += report.throughput.tokens
+        facts["tokens", _WHOLE_STEP] = report.throughput.tokens
     for stage, rows in grouped(report.work, lambda row: row.stage).items():
-        tokens = sum_of(rows, "tokens") if all(row.tokens for row in rows) else 0.0
-        sums["tokens", stage] += tokens
-        sums["tokens of a lane", stage] += tokens / len(rows)
-        batches = sum(row.micro_batches or 1 for row in rows)
-        sums["tokens of a batch", stage] += tokens / batches
+        of_lanes = [row for row in rows if row.worker != _LOOP]  # the loop passes that of all lanes
+        if not all(row.tokens for row in of_lanes or rows):
+            continue
+        tokens = facts["tokens", stage] = sum_of(of_lanes or rows, "tokens")
+        if of_lanes:
+            facts["tokens of a lane", stage] = tokens / len(of_lanes)
+            batches = sum(row.micro_batches or 1 for row in of_lanes)
+            facts["tokens of a batch", stage] = tokens / batches
+    return facts
 
 
 def _shares(row: StageRow) -> dict[str, float]:
