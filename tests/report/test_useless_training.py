@@ -7,10 +7,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from drawn_steps import Worker, drawn_inputs
 from example_loops import settings
+from msgspec.structs import replace
+from step_folders import rewrite_worker
 
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.analysis import open_step
+from verl_profiling.files.run_files import read_manifest
+from verl_profiling.manifest import Work
 from verl_profiling.report.model import Report
 from verl_profiling.workers import CaptureMixin
 
@@ -74,3 +79,15 @@ def test_the_training_that_taught_nothing_agrees_with_a_stopwatch(tmp_path: Path
     assert finding.text.startswith(f"{finding.share:.0%} of update_actor (")
     shares = [f"{rows[cause].share:.0%} {cause}" for cause in ("equal rewards", "masked")]
     assert finding.text.endswith(f" taught nothing: {', '.join(shares)}.")
+
+
+def test_runs_without_a_duration_taught_nothing_in_no_time(tmp_path: Path) -> None:
+    """A run may be shorter than the clock's steps."""
+    stages = [("update_actor", 2, 4), ("micro_batch", 3, 3, 1)]
+    drawn_inputs(tmp_path, [("update_actor", 2, 4)], [Worker("actor", stages=stages)], 4)
+    work = Work(samples=2, tokens=8, tokens_squared=40, equal_tokens=8)
+    [actor] = read_manifest(tmp_path).workers
+    outer, inner = actor.stages
+    rewrite_worker(tmp_path, "actor_rank0", stages=[outer, replace(inner, work=work)])
+    [row] = open_step(tmp_path).report().useless_training
+    assert (row.tokens, row.seconds, row.share) == (8, 0.0, 0.0)

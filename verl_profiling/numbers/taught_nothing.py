@@ -91,7 +91,7 @@ def useless_training(step: Step) -> list[UselessRow]:
         for cause, field in _LEARNED.items():
             each = [(took_s, getattr(work, field) or 0, work.tokens or 1) for took_s, work in runs]
             seconds = sum(took_s * many / of for took_s, many, of in each)
-            tokens, share = sum(many for _, many, _ in each), seconds / whole_s
+            tokens, share = sum(many for _, many, _ in each), seconds / (whole_s or 1.0)
             row = UselessRow(stage=stage, cause=cause, tokens=tokens, seconds=seconds, share=share)
             if tokens:
                 rows.append(row)
