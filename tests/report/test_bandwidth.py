@@ -5,6 +5,7 @@ files of torch_npu.
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import sqlite3
 import tarfile
@@ -13,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from drawn_steps import Drawn, Kernel, Worker, in_group, report_of
+from drawn_steps import Drawn, Kernel, Worker, drawn_inputs, in_group, ns, report_of
 from step_folders import rewrite_worker
 
 from verl_profiling.analysis import open_step
@@ -74,6 +75,8 @@ def test_the_last_rank_gives_the_bandwidth(tmp_path: Path) -> None:
     [
         ("allreduce", {"dtype": ""}, "elements or type"),
         ("allreduce", {"In_msg_nelems": 0, "Out_msg_nelems": 0}, "elements or type"),
+        ("allreduce", {"In_msg_nelems": -5, "Out_msg_nelems": 10**30}, "elements or type"),
+        ("allreduce", {"In_msg_nelems": 1.5, "Out_msg_nelems": None}, "elements or type"),
         ("broadcast", {}, "a collective that all ranks leave together"),
         ("coalesced", {}, "a collective that all ranks leave together"),
         ("all_to_allv", {"In_msg_nelems": 3_000_000}, "equal bytes of all ranks"),
@@ -88,8 +91,50 @@ def test_a_missing_fact_is_named(
     second = moved((name, 2, 4), [0, 1], collective, **({} if "equal" in missing else said))
     (row,) = report_on(tmp_path, [first], [second]).links
     assert (row.missing, row.bus_bytes_per_s) == (missing, None)
+    assert row.group == ("" if name == SEND and collective != "all_to_allv" else "[0, 1]")
     (row,) = report_on(tmp_path, [moved((REDUCE, 1, 4), [0, 1], "allreduce")]).links
     assert (row.bytes, row.missing) == (2e6, "calls of all ranks")
+
+
+def test_a_call_without_a_duration_has_no_bandwidth(tmp_path: Path) -> None:
+    """Not a quadrillion bytes per second."""
+    call = moved((REDUCE, 2, 2), [0, 1], "allreduce")
+    (row,) = report_on(tmp_path, [call], [call]).links
+    assert (row.missing, row.bus_bytes_per_s) == ("durations", None)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "shown"),
+    [
+        ([], [[10]], ("all", 40.0, "")),  # a group of all ranks lists none
+        ([0, 1, 2], [[2**62], [2**61]], ("all", None, "elements or type")),
+        ([0, 1, 2], [[-4]], ("all", None, "elements or type")),
+        (3, [[10]], ("", None, "elements or type")),  # no list: nothing is known
+    ],
+)
+def test_the_records_of_gloo_in_a_header(
+    tmp_path: Path, ranks: Any, sizes: list[list[int]], shown: tuple[Any, ...]
+) -> None:
+    """Numbers that cannot be cost their own row alone."""
+    call = ("gloo:all_reduce", 2.0, 3.0)
+    drawn_inputs(tmp_path, [], [Worker("actor", rank, operators=[call]) for rank in range(3)])
+    record = {
+        "time_created_ns": ns(1.999),
+        "profiling_name": call[0],
+        "process_group": ["0", "all of them"],
+        "input_sizes": sizes,
+        "output_sizes": sizes,
+        "input_dtypes": ["Float"],
+    }
+    groups = [{"pg_name": "0", "ranks": ranks}, {"pg_name": "1", "ranks": [0, 1]}]
+    for path in tmp_path.glob("*.torch.json.gz"):
+        content = json.loads(gzip.decompress(path.read_bytes()))
+        content["distributedInfo"] = {"world_size": 3, "pg_config": groups}
+        content = {"collectives": {"entries": [record]}, **content}
+        path.write_bytes(gzip.compress(json.dumps(content).encode()))
+    [row] = open_step(tmp_path).report().links
+    assert (row.group, row.bytes, row.missing) == shown
+    assert (row.bus_bytes_per_s is None) == (row.bytes is None)
 
 
 def calls_in(pair: list[int], begin: float, lasts: float) -> list[Kernel]:

@@ -95,9 +95,12 @@ def _row(name: str, group: Group, sizes: Ints, calls: Calls | None, step: Step) 
         return replace(row, missing="calls of all ranks")
     carried = calls.runs[:, :, 2]
     of_class = (carried == carried[0]).all(axis=0) & (_classes(carried[0]) == _classes(sizes)[0])
-    took_ns = calls.cost[of_class].clip(min=1)
-    if not len(took_ns):
+    if not of_class.any():
         return replace(row, missing="equal bytes of all ranks")
+    of_class &= calls.cost > 0
+    took_ns = calls.cost[of_class]
+    if not len(took_ns):
+        return replace(row, missing="durations")
     usual, best = np.percentile(carried[0, of_class] / took_ns, (50, 90)) * 1e9
     factor = _FACTORS[kind] * (group.size - 1) / group.size
     return replace(

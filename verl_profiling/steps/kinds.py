@@ -265,9 +265,9 @@ class _Said(msgspec.Struct, gc=False):
     name: str | int = msgspec.field(name="Process Group Name", default="")
     ranks: str = msgspec.field(name="Process Group Ranks", default="")
     size: int = msgspec.field(name="Group size", default=0)
-    sent: int = msgspec.field(name="In msg nelems", default=0)
-    received: int = msgspec.field(name="Out msg nelems", default=0)
-    type: str = msgspec.field(name="dtype", default="")
+    sent: object = msgspec.field(name="In msg nelems", default=0)
+    received: object = msgspec.field(name="Out msg nelems", default=0)
+    type: object = msgspec.field(name="dtype", default="")
 
 
 _ARGUMENTS = msgspec.json.Decoder(_Said, strict=False)
@@ -281,6 +281,9 @@ _ITEM_BYTES = {
     4: "Int Float",
     8: "Long Double",
 }
+
+
+_MOST_ELEMENTS = 1 << 40  # more than the memory of any device has
 
 
 def item_bytes(type_name: str) -> int:
@@ -299,8 +302,14 @@ def group_and_bytes(kernel: str, args: msgspec.Raw) -> tuple[Group | None, int]:
         said = _ARGUMENTS.decode(args)
     except UNDECODABLE:
         said = _Said()
-    size = max(said.sent, said.received) * item_bytes(said.type)
+    elements = max(map(counted, (said.sent, said.received)))
+    size = elements * item_bytes(str(said.type))
     return _group(kernel, said.collective, str(said.name), said.ranks, said.size), size
+
+
+def counted(value: object) -> int:
+    """Return a number of elements; 0 for what is none."""
+    return value if isinstance(value, int) and 0 < value < _MOST_ELEMENTS else 0
 
 
 @lru_cache(maxsize=1024)

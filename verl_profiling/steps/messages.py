@@ -16,7 +16,7 @@ import numpy as np
 
 from verl_profiling.manifest import Ns
 from verl_profiling.slices.intervals import Ints, grouped
-from verl_profiling.steps.kinds import Group, item_bytes
+from verl_profiling.steps.kinds import Group, counted, item_bytes
 
 _ROUNDING_NS = 1_000  # of the times in traces; an event begins some 10 us after it is recorded
 
@@ -58,16 +58,21 @@ def entered_in(header: Mapping[str, Any], offset_ns: int) -> list[Entered]:
         offset_ns: Clock offset: time in the file minus time on the controller's clock.
     """
     try:
-        ranks = {one["pg_name"]: one["ranks"] for one in header["distributedInfo"]["pg_config"]}
+        info = header["distributedInfo"]
+        groups = {one["pg_name"]: list(one["ranks"]) for one in info["pg_config"]}
+        world = int(info["world_size"])
         records = msgspec.convert(header["collectives"]["entries"], list[_Record])
-    except (LookupError, TypeError, msgspec.ValidationError):
+    except (ArithmeticError, LookupError, TypeError, ValueError):
         return []
     found = []
     for one in records:
-        of_group = ranks.get(one.process_group[0], ())
-        group = Group("", str(of_group), len(of_group))
+        ranks = groups.get(one.process_group[0])
+        group = Group()
+        if ranks is not None:  # a group without ranks has all
+            is_part = 0 < len(ranks) < world
+            group = Group("", *((str(ranks), len(ranks)) if is_part else ("all", world)))
         elements = max(sum(map(prod, one.input_sizes)), sum(map(prod, one.output_sizes)))
-        size = elements * min(map(item_bytes, one.input_dtypes), default=0)
+        size = counted(elements) * min(map(item_bytes, one.input_dtypes), default=0)
         found.append(Entered(one.time_created_ns - offset_ns, one.profiling_name, group, size))
     return found
 
