@@ -5,6 +5,7 @@ and how loops did.
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -324,6 +325,23 @@ def test_a_log_that_is_cut_damaged_or_missing_costs_what_is_not_there(tmp_path: 
         "Limits.memory_bytes raises it" in problem and path.name in problem
         for problem in limited.problems
     )
+
+
+@pytest.mark.parametrize("spans", [200, 5_000])
+def test_all_lines_before_the_end_of_a_cut_off_log_are_shown(tmp_path: Path, spans: int) -> None:
+    """Of a small log, too."""
+    drawn = Drawn(tmp_path)
+    for number in range(spans):
+        drawn.span("tool", number % 7, number % 7 + 1)
+    path = add_log(drawn.folder, drawn.log)
+    whole = path.read_bytes()
+    half = whole[: len(whole) // 2]
+    path.write_bytes(half)
+    lines = zlib.decompressobj(wbits=31).decompress(half).count(b"\n")
+    (inputs,) = find_steps(drawn.folder)
+    [problem] = merge(inputs).problems
+    # igzip keeps back the last bytes of its state
+    assert lines - 10 <= int(problem.rpartition(" ")[2]) <= lines
 
 
 def test_overlapping_requests_lie_side_by_side(tmp_path: Path) -> None:

@@ -201,6 +201,8 @@ Line = (
     | Counted
     | LogFooter
 )
+# the stub does not declare the second one as an exception
+_DAMAGE: tuple[type[Exception], ...] = (EOFError, isal_zlib.error, gzip.BadGzipFile)  # type: ignore[assignment]
 _DECODER = msgspec.json.Decoder(Line)
 _STATUS = b'["status"'  # begin of the lines with a StatusChange
 _PARTS = {
@@ -386,14 +388,43 @@ def _decoded_lines(path: Path, text: bytes) -> list[Line]:
         raise TraceFormatError(path, f"is not a log of trajectories: {error}") from error
 
 
+def _unpacked(path: Path) -> Iterator[bytes]:
+    """Yield the content of a file in blocks, the last one up to any damage."""
+    size = 0
+    try:
+        with opened(path) as packed, igzip.open(packed, "rb") as file:
+            while block := file.read1(_BLOCK_BYTES):
+                size += len(block)
+                yield block
+    except _DAMAGE:
+        yield _before_damage(path, size)
+        raise
+
+
+def _before_damage(path: Path, begin: int) -> bytes:
+    """Return the bytes of a damaged file from ``begin`` on, byte by byte: igzip returns nothing of
+    a block with damage.
+    """
+    content = bytearray()
+    with (
+        opened(path) as packed,
+        igzip.open(packed, "rb") as file,
+        suppress(*_DAMAGE),
+    ):
+        file.seek(begin)
+        while byte := file.read1(1):
+            content += byte
+    return bytes(content)
+
+
 def _whole_lines(path: Path) -> Iterator[bytes]:
     """Yield the content of a file in blocks that end in a line break, because a cut off file ends
     with half a line.
     """
     left, rest = MAX_BYTES, b""
-    with reading(path), opened(path) as packed, igzip.open(packed, "rb") as file:
+    with reading(path):
         try:
-            while block := file.read1(_BLOCK_BYTES):
+            for block in _unpacked(path):
                 left -= len(block)
                 if left < 0:
                     raise TraceFormatError(path, f"has more than {MAX_BYTES:,} bytes, {_UNLIKE}")
