@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawn_steps import Worker, drawn_inputs
+from drawn_steps import Worker, drawn_inputs, ns
 from msgspec.structs import replace
 
 from verl_profiling.analysis import open_step
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.run_files import read_manifest, write_json_atomically
 from verl_profiling.identity import ProcessId
-from verl_profiling.manifest import MANIFEST_NAME, RunInfo, Work
+from verl_profiling.manifest import MANIFEST_NAME, RunInfo, StageSpan, Work
 from verl_profiling.numbers.model_shape import ModelShape, shape_of
 from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import figures, sentences
@@ -236,6 +236,44 @@ def test_a_weight_update_is_no_time_of_decoding(tmp_path: Path) -> None:
     drawn_inputs(folder, [("rollout", 0, 2), ("update_weights", 2, 3)], [served], 4)
     [decode, _] = open_step(folder).report().achieved
     assert (decode.stage, decode.duration_us) == ("decode", pytest.approx(1e6))
+
+
+def test_validation_after_the_step_is_no_decoding_of_it(tmp_path: Path) -> None:
+    """A capture may last until its end."""
+    write_run(tmp_path, {"model": QWEN})
+    name = "execute_4_context_0(sq0sk0sqsq0sqsk0)_generation_4(sq4sk4000sqsq4sqsk4000)"
+    iterations, kernels = [(name, 0, 1), (name, 5, 6)], [("attention", 0, 1), ("attention", 5, 6)]
+    served = Worker("rollout", replica=0, kernels=kernels, iterations=iterations)
+    folder = tmp_path / "step_000001"
+    folder.mkdir()
+    manifest = drawn_inputs(folder, [("rollout", 0, 2)], [served], 4).manifest
+    around = [StageSpan("validate", ns(4.5), ns(7))]
+    write_json_atomically(folder / MANIFEST_NAME, replace(manifest, around_the_step=around))
+    [decode, _] = open_step(folder).report().achieved
+    assert decode.duration_us == pytest.approx(1e6)
+
+
+def test_a_lane_of_unknown_work_makes_the_share_a_lower_bound(tmp_path: Path) -> None:
+    """A reward model on another device computes, too."""
+    write_run(tmp_path, {"model": QWEN})
+    folder = tmp_path / "step_000001"
+    folder.mkdir()
+    actor = Worker("actor", stages=[("update_actor", 2, 4)], kernels=[("gemm", 2, 4)])
+    reward = Worker("reward", stages=[("score", 0, 2)], kernels=[("gemm", 0, 2)])
+    stages = [("reward", 0, 2), ("update_actor", 2, 4)]
+    for workers, value in (([actor], "0.7%"), ([actor, reward], "at least 0.3%")):
+        drawn_inputs(folder, stages, workers, 4)
+        for trace in folder.glob("*.gz"):
+            content = json.loads(gzip.decompress(trace.read_bytes()))
+            content = {"deviceProperties": [{"name": "NVIDIA H200"}], **content}
+            trace.write_bytes(gzip.compress(json.dumps(content).encode()))
+        manifest = read_manifest(folder)
+        first, *others = manifest.workers
+        first = replace(first, stages=[replace(first.stages[0], work=WORK)])
+        both = replace(manifest, workers=[first, *others])
+        write_json_atomically(folder / MANIFEST_NAME, both)
+        [figure] = [one for one in figures(open_step(folder).report()) if "peak" in one.title]
+        assert figure.value == value
 
 
 @pytest.mark.parametrize(

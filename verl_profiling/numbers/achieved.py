@@ -32,7 +32,6 @@ from verl_profiling.slices.intervals import (
     union,
 )
 from verl_profiling.steps.lanes import Lane, Step
-from verl_profiling.steps.requests import VALIDATE
 
 CRITIC = "critic"
 WHOLE_STEP = "(step)"
@@ -116,7 +115,7 @@ class Achieved:
     def _add_engine(self, lane: Lane) -> None:
         """Add the rows of an engine's rank: prefill, and decode."""
         shape = self._shape(ROLLOUT_ROLE)
-        is_used = ~holding(self._step.during(VALIDATE), lane.iterations[:, 0])
+        is_used = ~holding(self._step.validations, lane.iterations[:, 0])
         iterations = lane.iterations[is_used]
         attention = _attention(iterations, lane, self._step)
         if attention is None:

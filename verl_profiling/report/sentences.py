@@ -97,7 +97,8 @@ def _of_the_peak(report: Report) -> Iterator[Figure]:
             parts[-1] = f"{stage} {_mean_share(rows, 'memory_share'):.1%} of the memory bandwidth"
     share = sum_of(whole, "compute_share") / len(report.devices)
     models = ", ".join(dict.fromkeys(row.device for row in whole))
-    least = "at least " if report.unknown_limits else ""
+    has_unknown = {row.name for row in report.workers} - {row.lane for row in whole}
+    least = "at least " if report.unknown_limits or has_unknown else ""
     line = f"{', '.join(parts)} ({models}, bfloat16)"
     yield Figure("Of the peak", f"{least}{share:.1%}", line)
 
