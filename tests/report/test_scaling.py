@@ -185,6 +185,16 @@ def test_the_work_of_the_loop_is_that_of_no_lane(
     assert parts_of(diff) == {"fixed part of update_actor": 0.25, part: 0.6}
 
 
+def test_of_nothing_that_is_missing_no_part_has_a_share(tmp_path: Path) -> None:
+    """More than twice as fast on two lanes: some parts still did not scale."""
+    diff = compared(tmp_path, {"work_s": [4.0]}, {"work_s": [1.0, 1.0]})
+    assert diff.scaling is not None
+    assert diff.scaling.sentence.endswith("2.20 times as fast: nothing is missing")
+    parts = {row.name: row for row in diff.changes if row.kind == "missing"}
+    assert parts["fixed part of advantage"].change_s == pytest.approx(0.5)
+    assert {row.change_share for row in parts.values()} == {None}
+
+
 def test_diff_prints_the_reasons_of_runs_with_more_lanes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

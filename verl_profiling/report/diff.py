@@ -266,11 +266,11 @@ def _parts(
 
 
 def _missing(scaling: Scaling | None) -> Iterator[Change]:
-    """Yield the parts of what is missing of the speed-up, as shares of it."""
+    """Yield the parts of what is missing of the speed-up, as shares of it if anything is."""
     parts_s = {} if scaling is None else scaling.parts_s
     whole_s = sum(parts_s.values())
     for name, part_s in parts_s.items():
-        share = part_s / whole_s if whole_s else None
+        share = part_s / whole_s if whole_s > 0 else None
         yield Change(
             kind="missing",
             name=name,
