@@ -13,10 +13,11 @@ from drawn_steps import Worker, ns, report_of, whole_step
 from step_folders import build_step, rewrite, rewrite_worker
 from step_outcome import csv_rows, printed
 
+from tests.report.test_limit import QWEN, write_run
 from verl_profiling.analysis import load_reports, open_step
 from verl_profiling.capture_request import Trigger
 from verl_profiling.files.trajectory_log import Counted
-from verl_profiling.manifest import StageSpan, ToolSpan
+from verl_profiling.manifest import StageSpan, ToolSpan, Work
 from verl_profiling.report.diff import compare
 from verl_profiling.report.files import write_csv, write_tensorboard
 from verl_profiling.report.html import render_html
@@ -43,9 +44,12 @@ def test_every_table_is_on_every_face(tmp_path: Path) -> None:
         trigger=trigger,
         around_the_step=[StageSpan("validate", ns(14), ns(16))],
     )
+    write_run(tmp_path, {"model": QWEN})
+    work = Work(samples=4, tokens=100, tokens_squared=2500, equal_tokens=25)
     rewrite_worker(
         folder,
         "actor_rank0",
+        stages=[StageSpan("update_actor", ns(8), ns(9), work=work)],
         metrics={"throughput": 2.0},
         tool_spans=[ToolSpan("start", ns(-1), ns(0))],
     )
