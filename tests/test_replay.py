@@ -100,6 +100,19 @@ def test_recorded_arrivals_are_kept_if_asked_for(
     assert alone["at_s"] - asked[0]["at_s"] >= TOOL_S + 0.02
 
 
+def test_a_step_without_the_stage_rollout_is_replayed_and_not_predicted(
+    tmp_path: Path, server: ThreadingHTTPServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = record_load(tmp_path / "run")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["stages"] = [one for one in manifest["stages"] if one["name"] != "rollout"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    url = f"http://127.0.0.1:{server.server_port}"
+    words = ["replay", str(folder), "--engine", url, "--output", str(tmp_path / "again")]
+    assert main(words) == EXIT_OK
+    assert "the step with this rollout is unknown" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

@@ -146,6 +146,6 @@ def _factor(manifest: Manifest, more_s: float) -> float:
     """
     spans = [span for span in manifest.stages if span.name == _ROLLOUT]
     rollout_s = sum(span.end_ns - span.begin_ns for span in spans) / 1e9
-    if rollout_s + more_s <= 0:
+    if not rollout_s or rollout_s + more_s <= 0:
         raise ConfigError(_ROLLOUT, "its requests did not run in a stage of this name")
     return (rollout_s + more_s) / rollout_s
