@@ -329,7 +329,7 @@ log = RequestLog()
 class Starlette:
     async def __call__(self, scope, receive, send):
         read_ns = time.time_ns()
-        for is_first in (True, False):
+        for is_first in (scope["type"] == "http", False):
             with log.open() as request:
                 assert (request.begin_ns <= read_ns) is is_first
                 time.sleep(0.001)
@@ -339,9 +339,9 @@ import asyncio
 from verl_profiling.integrations.engine_plugin import in_sglang
 in_sglang()
 from starlette.applications import Starlette, log
-for _ in range(2):
-    asyncio.run(Starlette()({}, None, None))
-assert log.begun == 4
+for kind in ("lifespan", "http", "http"):
+    asyncio.run(Starlette()({"type": kind}, None, None))
+assert log.begun == 6
 """
 
 
@@ -349,7 +349,7 @@ def test_a_request_begins_with_its_http_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_python: RunPython
 ) -> None:
     """A server reads, checks and tokenizes it before the engine has it; a second request of a
-    server's own, e.g. after a tool, begins later.
+    server's own, e.g. after a tool, begins later. So do those of tasks that start with the server.
     """
     (tmp_path / "starlette").mkdir()
     (tmp_path / "starlette" / "__init__.py").write_text("")

@@ -112,7 +112,8 @@ def _hook_server(module: Any) -> None:
     """Let requests of an HTTP server begin when they come in, before they are read and checked."""
 
     async def serve(function: Any, self: Any, scope: Any, *args: Any, **kwargs: Any) -> None:
-        _tried(_note_arrival)
+        if scope.get("type") == "http":  # tasks that an application starts with itself live on
+            _tried(_note_arrival)
         await function(self, scope, *args, **kwargs)
 
     _wrap(module.Starlette, "__call__", serve)
