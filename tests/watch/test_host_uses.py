@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 from quiet_steps import summary
 
+from verl_profiling.files import host_use
 from verl_profiling.files.host_use import HostReader, MachineUse, ProcessUse, machine_use, unread
 from verl_profiling.files.step_summary import RankUse, StepSummary
 from verl_profiling.settings.groups import Anomaly
@@ -96,6 +97,12 @@ def hold(size: int, ready: multiprocessing.synchronize.Event) -> None:
     ready.set()
     multiprocessing.Event().wait(60)
     del kept
+
+
+def test_a_machine_without_free_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_use, "available_bytes", lambda: 0)
+    full = machine_use()
+    assert full.used_bytes == full.limit_bytes
 
 
 def test_memory_is_read_by_kind(tmp_path: Path) -> None:

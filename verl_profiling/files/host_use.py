@@ -146,7 +146,7 @@ class HostReader:
 
 def machine_use() -> MachineUse:
     """Return the use of this machine."""
-    limit = memory_limit()
+    limit, available = memory_limit(), available_bytes()
     shared = cache = 0
     for folder, files in memory_cgroups():
         with suppress(OSError, ValueError):
@@ -162,7 +162,7 @@ def machine_use() -> MachineUse:
         shared_bytes=shared,
         store_bytes=_store_bytes(),
         cache_bytes=max(0, cache),
-        used_bytes=max(0, limit - (available_bytes() or limit)),
+        used_bytes=0 if available is None else max(0, limit - available),
         limit_bytes=limit,
     )
 
