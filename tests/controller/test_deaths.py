@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
 
 from verl_profiling.analysis import open_run
 from verl_profiling.cli import main
+from verl_profiling.files.process_record import End, Gone, ProcessRecord, read_records
+from verl_profiling.identity import ProcessId
+from verl_profiling.manifest import RunInfo
+from verl_profiling.watch import process_recorder
 
 LOOP = Path(__file__).with_name("dying_loop.py")
 
@@ -46,3 +58,124 @@ def test_a_process_that_is_killed_is_named_by_those_that_saw_it_die(tmp_path: Pa
     [sentence] = said(tmp_path)
     assert sentence.startswith("actor_rank1 went first in step 4, update_actor: signal: ")
     assert main(["check", str(tmp_path)]) == 1
+
+
+S = 10**9
+
+
+def record(lane: str, pid: int, host: str = "a", **facts: Any) -> ProcessRecord:
+    process = ProcessId(host=host, clock_domain="a", pid=pid, namespace="", started="")
+    return ProcessRecord(lane=lane, role=lane.partition("_")[0], process=process, **facts)
+
+
+def said_of(folder: Path, *records: ProcessRecord) -> list[str]:
+    """Return what ``check`` says of a run with these records, whose process is gone."""
+    run = RunInfo(
+        run_id="run",
+        begin_ns=100 * S,
+        process=replace(ProcessId.current(), pid=2**40),
+        config={"watch": {"enable": True}},
+        versions={},
+    )
+    (folder / "processes").mkdir()
+    (folder / "run.json").write_bytes(msgspec.json.encode(run))
+    for one in records:
+        (folder / "processes" / one.file).write_bytes(msgspec.json.encode(one))
+    return said(folder)
+
+
+LOST = End(at_ns=201 * S, error="ConnectionResetError: Connection reset by peer", is_fatal=True)
+
+
+def test_a_process_that_handled_a_failure_before_may_be_killed(tmp_path: Path) -> None:
+    handled = End(at_ns=50 * S, error="ValueError: no reward", stage="reward")
+    seen = [Gone(200 * S, "actor_rank1", 3, signal=9)]
+    assert said_of(
+        tmp_path,
+        record("controller", 1, step=4, end=LOST, gone=seen),
+        record("actor_rank0", 2, stage="update_actor"),
+        record("actor_rank1", 3, stage="update_actor", end=handled),
+        record("actor_rank2", 4, gone=[Gone(150 * S, "actor_rank3", 5)]),
+        record("actor_rank3", 5, end=replace(handled, has_left=True)),
+    ) == ["actor_rank1 went first in step 4, update_actor: signal: killed by SIGKILL"]
+
+
+def test_processes_of_two_containers_may_have_one_number(tmp_path: Path) -> None:
+    seen = [Gone(200 * S, "actor_rank1", 7, signal=9)]
+    assert said_of(
+        tmp_path,
+        record("controller", 1, step=4, end=LOST),
+        record("actor_rank0", 7, "a", stage="update_actor", end=replace(LOST, at_ns=202 * S)),
+        record("actor_rank1", 7, "b", stage="old_log_prob"),
+        record("actor_rank2", 8, "b", gone=seen),
+    ) == ["actor_rank1 went first in step 4, old_log_prob: signal: killed by SIGKILL"]
+
+
+@pytest.mark.parametrize(("number", "name"), [(15, "SIGTERM"), (40, "signal 40")])
+def test_the_kernel_kills_for_memory_with_one_signal_only(
+    tmp_path: Path, number: int, name: str
+) -> None:
+    """A kill of another process, e.g. of a sandbox, is no reason for another signal."""
+    seen = [Gone(200 * S, "actor_rank1", 7, signal=number, oom_kills=2)]
+    assert said_of(
+        tmp_path, record("controller", 1, step=4, end=LOST, gone=seen), record("actor_rank1", 7)
+    ) == [f"actor_rank1 went first in step 4, in no stage: signal: killed by {name}"]
+
+
+def test_what_fails_after_the_end_of_training_is_no_death_of_the_run(tmp_path: Path) -> None:
+    """E.g. the next loop of the same process, or an evaluation."""
+    assert run_loop(tmp_path, "after") != 0
+    assert said(tmp_path) == []
+
+
+def test_the_exit_of_a_process_does_not_make_the_folder_of_a_removed_run(tmp_path: Path) -> None:
+    assert run_loop(tmp_path / "run", "removed") == 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_record_has_the_kills_for_memory_at_its_last_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So an earlier kill, which the process survived, is no reason of its death."""
+    monkeypatch.setattr(process_recorder, "oom_kills", iter([3, 5]).__next__)
+    recorder = process_recorder.ProcessRecorder(tmp_path, "actor_rank0", "actor")
+    recorder.read([])
+    recorder.end()
+    assert [one.oom_kills for one in read_records(tmp_path)] == [5]
+
+
+def test_a_process_that_joins_and_dies_between_two_looks_is_seen(tmp_path: Path) -> None:
+    """The loop looks a last time when it ends with a failure."""
+    recorder = process_recorder.ProcessRecorder(tmp_path, "controller", "controller")
+    recorder.read([])
+    time.sleep(0.2)  # the first look, at which dead processes are of earlier times
+    dead = replace(ProcessId.current(), pid=2**40)
+    joined = ProcessRecord(lane="actor_rank1", role="actor", process=dead)
+    (tmp_path / joined.file).write_bytes(msgspec.json.encode(joined))
+    recorder.failed(EOFError(), "update_actor", is_fatal=True)
+    recorder.end()
+    [own] = [one for one in read_records(tmp_path) if one.lane == "controller"]
+    assert [one.lane for one in own.gone] == ["actor_rank1"]
+
+
+def test_the_thread_for_other_processes_ends_once_for_all_who_end_it(tmp_path: Path) -> None:
+    recorder = process_recorder.ProcessRecorder(tmp_path, "actor_rank0", "actor")
+    with ThreadPoolExecutor(3) as threads:
+        for _ in range(100):
+            recorder.read([])
+            for ended in [threads.submit(recorder.end) for _ in range(3)]:
+                ended.result()
+
+
+def test_a_process_without_free_descriptors_is_read_without_failure(tmp_path: Path) -> None:
+    """Else the watch would notice no more hangs."""
+    recorder = process_recorder.ProcessRecorder(tmp_path, "actor_rank0", "actor")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        recorder.read([])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    recorder.read([(1, "rollout")])
+    recorder.end()
+    assert [one.stage for one in read_records(tmp_path)] == ["rollout"]

@@ -129,10 +129,10 @@ def cgroups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, boo
         controller: The controller of version 1, e.g. ``memory``; version 2 has one tree for all.
         root: The folder that contains ``proc`` and ``sys``.
     """
-    groups = root / "proc/self/cgroup"
-    if not groups.exists():
-        return
-    for line in groups.read_text().splitlines():
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    for line in lines:
         _, controllers, path = line.split(":", 2)
         base = root / "sys/fs/cgroup"
         if controllers:

@@ -26,7 +26,8 @@ class Gone(msgspec.Struct, frozen=True, omit_defaults=True):
         lane: Its lane.
         pid: Its process id.
         signal: Number of the signal that killed it, if its parent looked; 0 otherwise.
-        oom_kills: Processes of the container that the kernel has killed for memory since its begin.
+        oom_kills: Processes of the container that the kernel has killed for memory since the last
+            reading of the process.
     """
 
     at_ns: Ns
@@ -48,6 +49,7 @@ class End(msgspec.Struct, frozen=True, omit_defaults=True):
         is_fatal: Whether it left the loop, or nobody caught it.
         code: Innermost line of user code in the traceback.
         pid: Process that the exception is about, as Ray says; 0 if unknown.
+        has_left: Whether the process ran to its exit, if it failed perhaps long after that.
     """
 
     at_ns: Ns
@@ -58,6 +60,7 @@ class End(msgspec.Struct, frozen=True, omit_defaults=True):
     is_fatal: bool = False
     code: str = ""
     pid: int = 0
+    has_left: bool = False
 
 
 class ProcessRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -72,7 +75,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
         stage: Its open outermost stage; empty for none.
         use: Its memory and its waits for a CPU.
         machine: The memory of its machine.
-        oom_kills: Processes of the container that had been killed for memory when it began.
+        oom_kills: Processes of the container that had been killed for memory at its last reading.
         gone: Processes of this machine that it saw die.
         end: Its end, or its last failure.
     """

@@ -6,6 +6,7 @@ watch. A failure of another process explains a connection that closed, never the
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from verl_profiling import clock
 from verl_profiling.errors import TraceFormatError
@@ -90,7 +92,8 @@ def death_in(run: Path, info: RunInfo | None = None) -> Death | None:
         logged = read_watch_log(run)
     # A step that raised may be logged as one that ended.
     since_ns = max((line.begin_ns for line in logged), default=info.begin_ns)
-    story = _Story(records, logged, since_ns)
+    until_ns = math.inf if info.end_ns is None else info.end_ns
+    story = _Story(records, logged, since_ns, until_ns)
     return story.death() if info.end_ns is None or story.is_fatal else None
 
 
@@ -100,20 +103,27 @@ class _Story:
     Args:
         records: The records of all processes.
         logged: Lines of the watch's log.
-        since_ns: Begin of the last step; what was before has nothing to do with the end.
+        since_ns: Begin of the last step; a failure before it was handled.
+        until_ns: End of training; a process may fail after it, e.g. in the next run.
 
     Attributes:
         is_fatal: Whether an exception left the loop.
     """
 
     def __init__(
-        self, records: Sequence[ProcessRecord], logged: Sequence[StepSummary], since_ns: int
+        self,
+        records: Sequence[ProcessRecord],
+        logged: Sequence[StepSummary],
+        since_ns: int,
+        until_ns: float,
     ) -> None:
+        records = [_without_handled(one, since_ns) for one in records]
         self._records = records
         self._logged = logged
-        failed = [one for one in records if _end(one).error and _end(one).at_ns > since_ns]
+        failed = [one for one in records if _end(one).error and _end(one).at_ns <= until_ns]
         self._failed = sorted(failed, key=lambda record: _end(record).at_ns)
-        gone = [gone for record in records for gone in record.gone if gone.at_ns > since_ns]
+        seen = [gone for record in records for gone in record.gone]
+        gone = [one for one in seen if since_ns < one.at_ns <= until_ns]
         self._gone = _first_of(gone, records)
         steps = [record.step for record in records if record.step is not None]
         self._step = max(steps, default=None)
@@ -145,16 +155,17 @@ class _Story:
 
     def _killed(self, gone: Gone) -> Death:
         """Return the death of a process that left nothing."""
-        record = next(one for one in self._records if one.process.pid == gone.pid)
+        record = next(one for one in self._records if _key(one) == (gone.lane, gone.pid))
         kind, what = "signal", f"killed by signal {gone.signal}"
-        if gone.oom_kills:
+        if gone.oom_kills and gone.signal in (0, signal.SIGKILL):
             kind, what = "killed for memory", self._holder()
         elif record.role == ROLLOUT_ROLE:
             kind = "engine gone"
         if not gone.signal and kind != "killed for memory":
             what = "it left nothing: a signal, or a crash in native code"
         elif gone.signal and kind != "killed for memory":
-            what = f"killed by {signal.Signals(gone.signal).name}"
+            with suppress(ValueError):  # not every real-time signal has a name
+                what = f"killed by {signal.Signals(gone.signal).name}"
         return Death(record.lane, kind, self._step, record.stage or self._stage, what=what)
 
     def _silent(self) -> Death:
@@ -213,11 +224,24 @@ class _Story:
 
 def _first_of(gone: Sequence[Gone], records: Sequence[ProcessRecord]) -> Gone | None:
     """Return the first process that died without an end; of its signal, its parent knows most."""
-    ended = {record.process.pid for record in records if record.end is not None}
-    silent = [one for one in gone if one.pid not in ended]
+    ended = {_key(record) for record in records if record.end is not None}
+    silent = [one for one in gone if (one.lane, one.pid) not in ended]
     first = min(silent, key=lambda one: one.at_ns, default=None)
-    alike = [one for one in silent if first is not None and one.pid == first.pid]
+    alike = [one for one in silent if first and (one.lane, one.pid) == (first.lane, first.pid)]
     return max(alike, key=lambda one: (one.signal, one.oom_kills), default=None)
+
+
+def _without_handled(record: ProcessRecord, since_ns: int) -> ProcessRecord:
+    """Return the record of a process without a failure before a time."""
+    end = record.end
+    if end is None or not end.error or end.at_ns > since_ns:
+        return record
+    return replace(record, end=End(at_ns=end.at_ns) if end.has_left else None)
+
+
+def _key(record: ProcessRecord) -> tuple[str, int]:
+    """Return lane and process id; processes of two containers may have one process id."""
+    return record.lane, record.process.pid
 
 
 def _end(record: ProcessRecord) -> End:

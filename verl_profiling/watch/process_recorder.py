@@ -41,6 +41,7 @@ _CHANGED = 0.05  # change of the memory, as a share, from which a record is writ
 _SEEN_NS = 30 * 10**9  # without a reading for so long, training is over
 _MOST = 0.5  # share of the time without a CPU from which a blocked event loop is its victim
 _NEW_PEERS_MS = 2000  # between looks for processes that began to record
+_LAST_MS = 300  # after a failure, for one whose connections have closed, and which ends now
 _CASCADE_NS = 10**9  # of failures this close together, the first one is kept
 _HARMLESS = (GeneratorExit, StopIteration, StopAsyncIteration, asyncio.CancelledError, SystemExit)
 _LIBRARIES = (
@@ -92,25 +93,27 @@ class ProcessRecorder:
         is_new = (stage, step) != (record.stage, record.step)
         is_new |= abs(size - self._written_bytes) > _CHANGED * self._written_bytes
         record.use, record.machine, record.stage, record.step = use, machine, stage, step
-        record.at_ns = now_ns
+        record.at_ns, record.oom_kills = now_ns, oom_kills()
         if is_new or now_ns - self._written_ns > _AGAIN_NS:
             self._written_bytes = size
             self._write()
         if self._peers is None and hasattr(os, "pidfd_open"):
-            self._ends = os.eventfd(0)
-            self._peers = threading.Thread(
-                target=self._follow_peers, name="verl-profiling-peers", daemon=True
-            )
-            with suppress(RuntimeError):  # at exit
+            with suppress(OSError, RuntimeError):  # too many descriptors, or at exit
+                self._ends = os.eventfd(0)
+                self._peers = threading.Thread(
+                    target=self._follow_peers, name="verl-profiling-peers", daemon=True
+                )
                 self._peers.start()
         return use, machine
 
     def end(self) -> None:
         """End the thread that follows other processes, as training is over."""
-        thread = self._peers
-        if thread is not None and thread.is_alive():
+        with self._lock:  # so that the thread does not close the descriptor before
+            thread = self._peers
+            if thread is None or not thread.is_alive():
+                return
             os.eventfd_write(self._ends, 1)
-            thread.join()
+        thread.join()
 
     def no_cpu(self) -> str:
         """Return a clause on why this process got no CPU for most of the time before the last
@@ -159,39 +162,50 @@ class ProcessRecorder:
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if error is not None:
             self.failed(error, "", is_fatal=True)
-        if self._record.end is None:
-            self._record.end = End(at_ns=clock.now_ns())
+        end = self._record.end or End(at_ns=clock.now_ns())
+        self._record.end = replace(end, has_left=True)
+        if not self._written_ns or self.folder.is_dir():  # not where the run was removed
             self._write()
 
     def _follow_peers(self) -> None:
         """Write down which watched processes of this machine die, until nobody reads any more."""
         poll = select.poll()
         poll.register(self._ends, select.POLLIN)
-        is_over = False
+        is_first, is_over, is_last = True, False, False
         names: set[str] = {self._record.file}
         peers: dict[int, ProcessRecord] = {}
-        while not is_over and clock.now_ns() - self._record.at_ns < _SEEN_NS:
+        while not is_last and clock.now_ns() - self._record.at_ns < _SEEN_NS:
             with suppress(OSError):
                 for record in read_records(self.folder, socket.gethostname(), names):
                     names.add(record.file)
-                    if record.end is None and record.process.alive():
+                    is_alive = record.process.alive()
+                    if is_alive is False and record.end is None and not is_first:
+                        self._dies(record)  # since the last look
+                    if is_alive:
                         descriptor = os.pidfd_open(record.process.pid)
                         peers[descriptor] = record
                         poll.register(descriptor, select.POLLIN)
-            for descriptor, _ in poll.poll(_NEW_PEERS_MS):
+            is_first, is_last = False, is_over
+            for descriptor, _ in poll.poll(_LAST_MS if is_last else _NEW_PEERS_MS):
+                poll.unregister(descriptor)
                 if descriptor == self._ends:
                     is_over = True
+                    is_last = self._record.end is None
                     continue
-                poll.unregister(descriptor)
                 os.close(descriptor)
                 self._dies(peers.pop(descriptor))
-        for descriptor in (*peers, self._ends):
-            os.close(descriptor)
-        self._peers = None
+        with self._lock:
+            self._peers = None
+            for descriptor in (*peers, self._ends):
+                os.close(descriptor)
 
     def _dies(self, peer: ProcessRecord) -> None:
         now_ns = clock.now_ns()
-        killed = max(0, oom_kills() - peer.oom_kills)
+        kills = oom_kills()
+        with suppress(OSError):
+            for record in read_records(self.folder, peer.process.host):
+                peer = record if record.file == peer.file else peer
+        killed = max(0, kills - peer.oom_kills)
         pid = peer.process.pid
         self._record.gone.append(Gone(now_ns, peer.lane, pid, _signal_of(pid), killed))
         self._write()
@@ -280,7 +294,7 @@ def _code(error: BaseException) -> str:
 
 def _signal_of(pid: int) -> int:
     """Return the signal that killed a child of this process, which its owner still waits for."""
-    with suppress(OSError):
+    with suppress(OSError, OverflowError):  # a file may name any number
         state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if state is not None and state.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
             return state.si_status
