@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Mapping
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -97,6 +98,25 @@ def hold(size: int, ready: multiprocessing.synchronize.Event) -> None:
     ready.set()
     multiprocessing.Event().wait(60)
     del kept
+
+
+@pytest.mark.parametrize(
+    ("stolen_s", "why"), [(0.4, "other processes used"), (0.4 * 64, "the hypervisor gave")]
+)
+def test_cpus_are_stolen_from_the_whole_machine(
+    stolen_s: float, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel adds up all CPUs: 0.4 s of 64 do not explain the wait of one thread."""
+    statistics = tmp_path / "stat"
+    statistics.write_text("cpu  0 0 0 0 0 0 0 0 0 0\n")
+    monkeypatch.setattr(host_use, "_STATISTICS", statistics)
+    monkeypatch.setattr(host_use, "_waits_ns", iter([{1: 0}, {1: 4 * 10**8}]).__next__)
+    monkeypatch.setattr(host_use, "_throttled_ns", lambda: 0)
+    monkeypatch.setattr(host_use.os, "cpu_count", lambda: 64)
+    reader = HostReader(tmp_path)
+    ticks = round(stolen_s * os.sysconf("SC_CLK_TCK"))
+    statistics.write_text(f"cpu  0 0 0 0 0 0 0 {ticks} 0 0\n")
+    assert reader.process().why.startswith(why)
 
 
 def test_a_machine_without_free_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ _RAY = ("raylet", "gcs_server")
 _OWN_LINE, _SHARED_LINE = "RssAnon:", "RssShmem:"
 _PRESSURE = Path("/proc/pressure/cpu")
 _WAITS = Path("/proc/self/schedstat")
+_STATISTICS = Path("/proc/stat")
 _MATTERS = 0.5  # share of the waits from which throttling or a hypervisor is their cause
 
 
@@ -281,10 +282,13 @@ def _waits_ns() -> dict[int, int]:
 
 
 def _outside_ns() -> tuple[int, int]:
-    """Return for how long the container was throttled, and CPUs were taken from the machine."""
+    """Return for how long the container was throttled, and a CPU was taken from the machine, in
+    the mean of all CPUs.
+    """
     stolen = 0
-    with suppress(OSError, ValueError, IndexError), Path("/proc/stat").open() as file:
+    with suppress(OSError, ValueError, IndexError), _STATISTICS.open() as file:
         stolen = int(file.readline().split()[8]) * (10**9 // os.sysconf("SC_CLK_TCK"))
+        stolen //= os.cpu_count() or 1
     return _throttled_ns() or 0, stolen
 
 
