@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,8 @@ from verl_profiling.files.process_record import End, Gone, ProcessRecord, read_r
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
 from verl_profiling.watch import process_recorder
+from verl_profiling.watch.hangs import HangReporter
+from verl_profiling.watch.process_recorder import end_recorder
 
 LOOP = Path(__file__).with_name("dying_loop.py")
 
@@ -156,6 +159,22 @@ def test_a_process_that_joins_and_dies_between_two_looks_is_seen(tmp_path: Path)
     recorder.end()
     [own] = [one for one in read_records(tmp_path) if one.lane == "controller"]
     assert [one.lane for one in own.gone] == ["actor_rank1"]
+
+
+def test_the_reporter_of_an_earlier_run_ends_its_own_thread_only(tmp_path: Path) -> None:
+    earlier, later = (
+        HangReporter((str(tmp_path / run / "hangs"), 0.05), "actor_rank0", "actor", list)
+        for run in ("run", "run_2")
+    )
+    threads = []
+    for reporter in (earlier, later):
+        before = {*threading.enumerate()}
+        reporter.record()
+        threads += {*threading.enumerate()} - before
+    earlier.ended.set()
+    earlier.report(earlier.ended)
+    assert [thread.is_alive() for thread in threads] == [False, True]
+    end_recorder()
 
 
 def test_the_thread_for_other_processes_ends_once_for_all_who_end_it(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from verl_profiling.manifest import WAIT
 from verl_profiling.trajectories.spans import TRAJECTORY, open_spans
 from verl_profiling.units import duration
 from verl_profiling.watch.collectives import entered_collectives
-from verl_profiling.watch.process_recorder import end_recorder, recorder_of
+from verl_profiling.watch.process_recorder import recorder_of
 from verl_profiling.watch.sums import StageSums
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,8 @@ class HangReporter:
                 "watch: hangs of %s are not reported: %s", self._lane, error, exc_info=error
             )
         finally:
-            end_recorder()
+            if self.recorder is not None:
+                self.recorder.end()
 
     def record(self) -> None:
         """Read memory and CPU of this process for the watch, and for the time after its death."""
