@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import subprocess
 from collections.abc import Callable
@@ -21,7 +22,11 @@ from verl_profiling.integrations.verl.profiler import (
     log_values,
     notes_on,
 )
-from verl_profiling.integrations.verl.trainer import TrainerProfiler, say_no_trainer_is_hooked
+from verl_profiling.integrations.verl.trainer import (
+    TrainerProfiler,
+    hook_weight_sync,
+    say_no_trainer_is_hooked,
+)
 
 CONFIG: dict[str, Any] = {}
 LOST = "not recorded: requests, because verl.clients has no Client.generate"
@@ -196,3 +201,14 @@ def test_a_trainer_that_does_not_count_its_steps_goes_on(
                 pass
             assert "training goes on: SimpleNamespace has no global_steps" in caplog.text
         assert active_profiler() is None
+
+
+def test_a_weight_update_may_have_further_arguments() -> None:
+    """E.g. of a fork of verl; a hook passes on what it does not know."""
+
+    class Manager:
+        async def update_weights(self, global_steps: int | None = None, mode: str = "") -> Any:
+            return global_steps, mode
+
+    hook_weight_sync(SimpleNamespace(CheckpointEngineManager=Manager))
+    assert asyncio.run(Manager().update_weights(3, mode="delta")) == (3, "delta")

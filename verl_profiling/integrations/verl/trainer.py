@@ -226,9 +226,13 @@ def _inside_auto_await(module: Any, manager: type[Any], name: str) -> Iterator[N
 
 
 async def _noted_version(
-    update_weights: Callable[..., Any], self: Any, global_steps: int | None = None
+    update_weights: Callable[..., Any],
+    self: Any,
+    global_steps: int | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    result = await update_weights(self, global_steps)
+    result = await update_weights(self, global_steps, *args, **kwargs)
     profiler = active_profiler()
     if profiler is not None and global_steps is not None:
         profiler.sent_version = global_steps
