@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from verl_profiling.engines.sglang_requests import watch_manager
 from verl_profiling.manifest import Request
 from verl_profiling.workers import RequestLog
 
@@ -122,3 +125,18 @@ def test_the_first_version_of_a_server_may_come_in_a_capture(log: RequestLog) ->
     with log.open():
         pass
     assert ([noted.policy_version for noted in log.end()], log.policy_versions) == ([3], [3])
+
+
+async def test_an_empty_prompt_is_refused_by_the_engine_itself(log: RequestLog) -> None:
+    """SGLang's message reaches the client, and none of the log."""
+
+    class Manager:
+        async def generate_request(self, obj: Any) -> AsyncGenerator[Any, None]:
+            raise ValueError("the input is empty")
+            yield
+
+    manager = Manager()
+    watch_manager(manager, log)
+    with pytest.raises(ValueError, match="the input is empty"):
+        await anext(manager.generate_request(SimpleNamespace(input_ids=[], rid="a")))
+    assert [noted.failed for noted in log.end()] == [True]

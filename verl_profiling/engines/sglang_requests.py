@@ -73,7 +73,7 @@ async def _noting(
 def _prompts(obj: Any) -> int:
     """Return the number of prompts of a request, as text or as tokens."""
     given = getattr(obj, "text", None) or getattr(obj, "input_ids", None)
-    if isinstance(given, list) and isinstance(given[0], (str, list)):
+    if isinstance(given, list) and given and isinstance(given[0], (str, list)):
         return len(given)
     return 1
 
