@@ -161,6 +161,28 @@ def test_a_process_that_joins_and_dies_between_two_looks_is_seen(tmp_path: Path)
     assert [one.lane for one in own.gone] == ["actor_rank1"]
 
 
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("answer \ud83d"), "ValueError: answer ?"),
+        (MuteError(), "MuteError: <exception str() failed>"),
+    ],
+    ids=["half a surrogate pair", "no text"],
+)
+def test_any_exception_can_be_written_down(error: Exception, line: str, tmp_path: Path) -> None:
+    """Else no reading could be written after it, and the watch would notice no more hangs."""
+    recorder = process_recorder.ProcessRecorder(tmp_path, "actor_rank0", "actor")
+    recorder.failed(error, "reward", is_fatal=False)
+    recorder.read([])
+    recorder.end()
+    assert [one.end and one.end.error for one in read_records(tmp_path)] == [line]
+
+
 def test_the_reporter_of_an_earlier_run_ends_its_own_thread_only(tmp_path: Path) -> None:
     earlier, later = (
         HangReporter((str(tmp_path / run / "hangs"), 0.05), "actor_rank0", "actor", list)

@@ -280,7 +280,15 @@ def _last_line(error: BaseException) -> str:
     """Return the last line of an exception's traceback; of Ray's errors, that of the cause."""
     cause = getattr(error, "cause", None)
     error = cause if isinstance(cause, BaseException) else error
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:_LONGEST_LINE]
+    text = "<exception str() failed>"  # as tracebacks say
+    with suppress(Exception):
+        text = str(error)
+    return _writable(f"{type(error).__name__}: {text}".partition("\n")[0][:_LONGEST_LINE])
+
+
+def _writable(text: str) -> str:
+    """Return a text as valid UTF-8: half a surrogate pair, e.g. of a model's answer, is none."""
+    return text.encode(errors="replace").decode()
 
 
 def _code(error: BaseException) -> str:
@@ -288,7 +296,7 @@ def _code(error: BaseException) -> str:
     for frame, line in reversed([*walk_tb(error.__traceback__)]):
         code = frame.f_code
         if not code.co_filename.startswith((*_LIBRARIES, "<")):
-            return f"{code.co_filename}:{line} in {code.co_name}"
+            return _writable(f"{code.co_filename}:{line} in {code.co_name}")
     return ""
 
 
