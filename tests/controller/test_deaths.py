@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from verl_profiling import ProfilingCallback
 from verl_profiling.analysis import open_run
 from verl_profiling.cli import main
 from verl_profiling.files.process_record import End, Gone, ProcessRecord, read_records
+from verl_profiling.files.run_files import read_manifest
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
 from verl_profiling.watch import process_recorder
@@ -181,6 +184,15 @@ def test_any_exception_can_be_written_down(error: Exception, line: str, tmp_path
     recorder.read([])
     recorder.end()
     assert [one.end and one.end.error for one in read_records(tmp_path)] == [line]
+
+
+def test_a_step_that_any_text_ends_has_its_manifest(tmp_path: Path) -> None:
+    settings = {"enable": True, "save_path": str(tmp_path), "tool": "spans"}
+    with suppress(ValueError), ProfilingCallback(settings) as callback:
+        callback.on_step_begin(1)
+        raise ValueError("answer \ud83d")
+    manifest = read_manifest(tmp_path / "step_000001")
+    assert [note for note in manifest.notes if "answer \\ud83d" in note]
 
 
 def test_the_reporter_of_an_earlier_run_ends_its_own_thread_only(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from verl_profiling.manifest import (
     RunInfo,
     with_artifacts,
 )
-from verl_profiling.units import step_list, without_passwords
+from verl_profiling.units import step_list, visible_text_of, without_passwords
 
 RESULT_SUFFIX = ".result.json"
 """Suffix of a process's result file in the step folder."""
@@ -42,7 +42,11 @@ RESULT_SUFFIX = ".result.json"
 
 def json_of(value: msgspec.Struct) -> bytes:
     """Return the content of a JSON file of a run: indented, and without the passwords of URLs."""
-    return without_passwords(msgspec.json.format(msgspec.json.encode(value), indent=2))
+    try:
+        content = msgspec.json.encode(value)
+    except UnicodeEncodeError:  # half a surrogate pair, e.g. an exception with a model's answer
+        content = msgspec.json.encode(visible_text_of(value))
+    return without_passwords(msgspec.json.format(content, indent=2))
 
 
 def write_json_atomically(path: Path, value: msgspec.Struct, *, durable: bool = True) -> None:
