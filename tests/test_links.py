@@ -37,7 +37,7 @@ OTHERS = {
     "identity Path(f'/proc/{pid}/stat').read_text": "of the kernel",
     "watch.hangs path.read_text": "of the kernel",
     "files.machine os.open": "of the kernel",
-    "files.machine groups.read_text": "of the kernel",
+    "files.machine (root / 'proc/self/cgroup').read_text": "of the kernel",
     "files.machine path.read_text": "of the kernel",
     "files.machine (folder / files.limit).read_text": "of the kernel",
     "files.machine (folder / files.usage).read_text": "of the kernel",
