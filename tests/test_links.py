@@ -35,7 +35,6 @@ OTHERS = {
     "cli os.open": "the null device",
     "clock Path('/proc/sys/kernel/random/boot_id').read_text": "of the kernel",
     "identity Path(f'/proc/{pid}/stat').read_text": "of the kernel",
-    "watch.hangs path.read_text": "of the kernel",
     "files.machine os.open": "of the kernel",
     "files.machine (root / 'proc/self/cgroup').read_text": "of the kernel",
     "files.machine path.read_text": "of the kernel",

@@ -322,3 +322,14 @@ def lost_kernels() -> str:
         "another profiler may hold CUPTI (Nsight Systems, a monitor of the node, an NVTX library "
         f"named by {VARIABLE}), or nothing ran there"
     )
+
+
+def process_status(path: Path) -> tuple[str, str, str]:
+    """Return name, state and parent of a process from its ``/proc/<pid>/stat``.
+
+    Raises:
+        OSError: There is no such process.
+    """
+    before, _, fields = path.read_text(errors="replace").rpartition(")")
+    status, parent = fields.split()[:2]
+    return before.partition("(")[2], status, parent

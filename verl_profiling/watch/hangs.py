@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock
+from verl_profiling.files.machine import process_status
 from verl_profiling.files.opener import remove_file
 from verl_profiling.files.run_files import write_json_atomically
 from verl_profiling.identity import ROLLOUT_ROLE, ProcessId, WorkerIdentity, pid_namespace
@@ -291,7 +292,7 @@ def _stopped_child() -> str:
     processes: dict[str, tuple[str, str, str]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            processes[path.parent.name] = _process_status(path)
+            processes[path.parent.name] = process_status(path)
     for pid, (name, status, parent) in processes.items():
         if status != "T":
             continue
@@ -302,17 +303,6 @@ def _stopped_child() -> str:
         if parent == this:
             return f"has a process that is stopped by a signal ({name}, pid {pid})"
     return ""
-
-
-def _process_status(path: Path) -> tuple[str, str, str]:
-    """Return name, state and parent of a process from its ``/proc/<pid>/stat``.
-
-    Raises:
-        OSError: There is no such process.
-    """
-    before, _, fields = path.read_text(errors="replace").rpartition(")")
-    status, parent = fields.split()[:2]
-    return before.partition("(")[2], status, parent
 
 
 def _innermost(now_ns: int) -> Iterator[OpenPart]:
@@ -401,7 +391,7 @@ def silent(
     status = ""
     if (process.clock_domain, process.namespace) == (clock.domain(), pid_namespace()):
         with suppress(OSError):
-            _, status, _ = _process_status(Path(f"/proc/{process.pid}/stat"))
+            _, status, _ = process_status(Path(f"/proc/{process.pid}/stat"))
     if status in _DEAD or status in _STOPPED:
         how = "dead" if status in _DEAD else "stopped by a signal"
         return ProcessState(
