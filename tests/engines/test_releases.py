@@ -332,7 +332,7 @@ def test_sglang_file_names_are_understood(release: Release) -> None:
     assert ".trace.json.gz" in text
     name = "step1-12.5-TP-1-DP-0-PP-2-EP-1.trace.json.gz"
     found = _TRACE.search(name)
-    assert found.groupdict() == {"tp": "1", "dp": "0", "pp": "2"}
+    assert found.groupdict() == {"tp": "1", "dp": "0", "pp": "2", "stage": None}
 
 
 @releases("sglang", SGLANG)
