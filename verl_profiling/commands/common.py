@@ -27,6 +27,7 @@ from verl_profiling.report.watch_frame import (
     thresholds_of,
     varying_stages,
 )
+from verl_profiling.steps.load import Load, load_of
 from verl_profiling.units import duration, visible
 
 _CAPTURES = 5  # the most captures that a view of a run names
@@ -57,6 +58,21 @@ def add_ray(parser: argparse.ArgumentParser) -> None:
         "cluster that runs here"
     )
     option(parser, "--ray [ADDRESS]", help, const="auto")
+
+
+def load_of_step(step: CapturedStep) -> Load:
+    """Return the load of a captured step.
+
+    Raises:
+        TraceFormatError: The step has no manifest, or no request that can be replayed.
+    """
+    if step.manifest is None:
+        raise TraceFormatError(step.directory, "has no manifest, so its requests are unknown")
+    load = load_of(step.manifest, step.inputs)
+    if not load.requests:
+        reason = load.said_left_out or "set rollout.requests, and give the engine to its mixin"
+        raise TraceFormatError(step.directory, f"has no request that can be replayed: {reason}")
+    return load
 
 
 class StepByStep:

@@ -29,13 +29,13 @@ import msgspec
 
 from verl_profiling.analysis import CapturedStep, Progress
 from verl_profiling.commands import add_json, option, show
-from verl_profiling.commands.common import StepByStep, add_paths, progress
+from verl_profiling.commands.common import StepByStep, add_paths, load_of_step, progress
 from verl_profiling.errors import ToolUnavailableError, TraceFormatError
 from verl_profiling.files.opener import whole_file
 from verl_profiling.files.trajectory_log import Fact, SpanRecord, TrajectoryLog
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import BLOCK_TOKENS, Manifest, Request, StageSpan, StepSpan
-from verl_profiling.steps.load import load_of, mooncake_rows
+from verl_profiling.steps.load import mooncake_rows
 from verl_profiling.steps.nesting import read_logs, stages_by_row
 from verl_profiling.steps.requests import joined, requests_by_id
 
@@ -112,13 +112,7 @@ def _write_requests(arguments: argparse.Namespace) -> bool:
     if len(work.steps) > 1:
         raise TraceFormatError(arguments.paths[0], "has several steps; name the folder of one")
     step = work.steps[0]
-    if step.manifest is None:
-        raise TraceFormatError(step.directory, "has no manifest, so its requests are unknown")
-    load = load_of(step.manifest, step.inputs)
-    left_out = [f"{count:,} {reason}" for reason, count in load.left_out.items()]
-    if not load.requests:
-        reason = ", ".join(left_out) or "set rollout.requests, and give the engine to its mixin"
-        raise TraceFormatError(step.directory, f"has no request that can be replayed: {reason}")
+    load = load_of_step(step)
     for problem in load.problems:
         work.problem(problem)
     with whole_file(arguments.requests) as part:
@@ -128,8 +122,8 @@ def _write_requests(arguments: argparse.Namespace) -> bool:
         blocks += ", none of them shared: the setting rollout.prompt_hashes records which are"
     counts = f"{len(load.requests):,} requests of {load.sessions:,} sessions"
     lines = [f"{arguments.requests}: {counts}; {blocks}"]
-    if left_out:
-        lines.append(f"left out: {', '.join(left_out)}")
+    if load.left_out:
+        lines.append(f"left out: {load.said_left_out}")
     document = {
         "directory": step.directory,
         "requests": len(load.requests),

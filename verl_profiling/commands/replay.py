@@ -20,9 +20,10 @@ from typing import Any
 
 from verl_profiling.analysis import CapturedStep, open_step
 from verl_profiling.commands import add_json, count, local_path, option, show
-from verl_profiling.errors import ConfigError, TraceFormatError
+from verl_profiling.commands.common import load_of_step
+from verl_profiling.errors import ConfigError
 from verl_profiling.manifest import Manifest
-from verl_profiling.steps.load import Load, load_of
+from verl_profiling.steps.load import Load
 from verl_profiling.units import duration, visible
 
 _ROLLOUT = "rollout"
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> bool:
     from verl_profiling.integrations.replay import replay, servers_of
 
     step = open_step(arguments.path)
-    load = _load(step)
+    load = load_of_step(step)
     profiling = {"enable": True, "strict": True, "tool": "spans", "save_path": arguments.output}
     servers = servers_of(arguments.engine, profiling, dict(arguments.set or ()), arguments.replicas)
     try:
@@ -86,19 +87,10 @@ def run(arguments: argparse.Namespace) -> bool:
             server.close()
     for problem in load.problems:
         print(f"verl-profiling: {visible(problem)}", file=sys.stderr)
-    captured_s, replays = _seconds(load), [_load(open_step(folder)) for folder in folders]
+    captured_s, replays = _seconds(load), [load_of_step(open_step(folder)) for folder in folders]
     for folder, replayed in zip(folders, replays, strict=True):
         _show(arguments, step, captured_s, folder, replayed)
     return not load.problems
-
-
-def _load(step: CapturedStep) -> Load:
-    if step.manifest is None:
-        raise TraceFormatError(step.directory, "has no manifest, so its requests are unknown")
-    load = load_of(step.manifest, step.inputs)
-    if not load.requests:
-        raise TraceFormatError(step.directory, "has no request that can be replayed")
-    return load
 
 
 def _seconds(load: Load) -> float:
@@ -124,7 +116,7 @@ def _show(
     }
     times = f"{duration(replayed_s)}, captured: {duration(captured_s)}"
     lines = [f"{folder}: {len(replayed.requests):,} requests in {times}"]
-    assert step.manifest is not None  # _load
+    assert step.manifest is not None  # load_of_step
     try:
         factor = _factor(step.manifest, replayed_s - captured_s)
         prediction = step.what_if(scale={_ROLLOUT: factor})

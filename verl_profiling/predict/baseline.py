@@ -132,7 +132,8 @@ class Baseline:
                 if kind.startswith(LAG_BY) and tool_name(kind.removeprefix(LAG_BY)) == name:
                     rows = np.flatnonzero(self._chains.kind == number)
                     mean_ns = self._chains.blocked_ns.get(kind.removeprefix(LAG_BY), 0)
-                    parts += [(rows, np.full(len(rows), mean_ns))] if mean_ns else []
+                    if mean_ns:
+                        parts.append((rows, np.full(len(rows), mean_ns)))
         return CallTimes(*map(np.concatenate, zip(*parts, strict=True)))
 
     def replay(self, changes: Changes, waits: float = 1.0) -> Replay:

@@ -54,6 +54,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return len({row.session for row in self.requests})
 
     @property
+    def said_left_out(self) -> str:
+        """The numbers of the other requests, in words; empty if there is none."""
+        return ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())
+
+    @property
     def has_hashes(self) -> bool:
         """Whether the hashes of some prompt are recorded."""
         return any(row.request.prompt_blocks for row in self.requests)
