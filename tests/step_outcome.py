@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from verl_profiling.report.files import write_csv
+from verl_profiling.report.exports import write_csv
 from verl_profiling.report.model import Report
 from verl_profiling.report.terminal import print_report
 

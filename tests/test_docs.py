@@ -24,7 +24,7 @@ from verl_profiling import ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.capture.session import Session
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.numbers import columns
-from verl_profiling.numbers.lost import CAUSES
+from verl_profiling.numbers.idle_causes import CAUSES
 from verl_profiling.report import model
 from verl_profiling.report.findings import FINDINGS
 from verl_profiling.settings.config import load_tool

@@ -26,7 +26,7 @@ HEAVY = (
 
 # Rooms from the ground up: a module imports from its own room and from those below it.
 FLOORS = (
-    ("errors", "clock", "units", "shifts"),
+    ("errors", "clock", "units", "level_shifts"),
     ("typed_values",),
     ("slices",),
     ("capture_request",),
@@ -48,7 +48,7 @@ FLOORS = (
 )
 # What both sides of the manifest know: the words, the errors, the manifest itself.
 SHARED = (
-    *("errors", "clock", "units", "identity", "shifts", "slices"),
+    *("errors", "clock", "units", "identity", "level_shifts", "slices"),
     *("manifest", "files", "capture_request"),
 )
 ANALYSIS = ("steps", "numbers", "timeline", "report", "predict", "analysis", "commands", "cli")

@@ -25,10 +25,10 @@ from verl_profiling.files.opener import read_small, real_folder
 from verl_profiling.files.run_files import known_run, never_came, read_run
 from verl_profiling.manifest import Manifest, RunInfo
 from verl_profiling.steps.check import CheckResult, check
-from verl_profiling.steps.content import Limits
 from verl_profiling.steps.inputs import steps_of, the_run
 from verl_profiling.steps.kinds import communicates
 from verl_profiling.steps.step import TIMELINE_NAME, Keep, StepInputs, one_by_one
+from verl_profiling.steps.trace_content import Limits
 from verl_profiling.timeline.manifest_events import Slice
 from verl_profiling.timeline.merge import MergeResult, merge, select_ranks, stage_windows
 from verl_profiling.units import visible
@@ -411,7 +411,7 @@ class CapturedStep:
             ToolUnavailableError: pandas is not installed.
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
-        from verl_profiling.report.files import data_frame
+        from verl_profiling.report.exports import data_frame
         from verl_profiling.report.tables import TABLES
         from verl_profiling.steps.requests import RequestRow, requests
 

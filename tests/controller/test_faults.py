@@ -25,7 +25,7 @@ from verl_profiling import ProfilingConfig, ProfilingError
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.controller.captured_workers import CapturedWorkers
-from verl_profiling.controller.loop import OpenCapture
+from verl_profiling.controller.loop_state import OpenCapture
 from verl_profiling.steps.check import check
 
 FLAWED = "tools.test_third_party"

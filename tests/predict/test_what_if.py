@@ -29,7 +29,7 @@ from verl_profiling.files.run_files import read_manifest
 from verl_profiling.files.step_summary import RankUse, StepSummary
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import POLLING
-from verl_profiling.numbers.anatomy import CAPTURE_CALLS
+from verl_profiling.numbers.stage_rows import CAPTURE_CALLS
 from verl_profiling.predict.prediction import Prediction
 from verl_profiling.report.tables import TABLES
 from verl_profiling.watch.exposed import exposed

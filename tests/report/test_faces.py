@@ -19,7 +19,7 @@ from verl_profiling.capture_request import Trigger
 from verl_profiling.files.trajectory_log import Counted
 from verl_profiling.manifest import StageSpan, ToolSpan, Work
 from verl_profiling.report.diff import compare
-from verl_profiling.report.files import write_csv, write_tensorboard
+from verl_profiling.report.exports import write_csv, write_tensorboard
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.tables import TABLES

@@ -14,8 +14,8 @@ from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.manifest import Device
 from verl_profiling.numbers.columns import OTHER_RANKS
-from verl_profiling.numbers.lost import CAUSES
-from verl_profiling.report.files import scalars
+from verl_profiling.numbers.idle_causes import CAUSES
+from verl_profiling.report.exports import scalars
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from drawn_steps import STAGES, Worker, report_of, whole_step
 
-from verl_profiling.numbers.anatomy import PARTS
 from verl_profiling.numbers.columns import OTHER_RANKS
-from verl_profiling.numbers.lost import CAUSES
+from verl_profiling.numbers.idle_causes import CAUSES
+from verl_profiling.numbers.stage_rows import PARTS
 from verl_profiling.report.colours import stage_class
 from verl_profiling.report.html import picture
 

@@ -20,13 +20,13 @@ from verl_profiling.manifest import POLLING, Request
 from verl_profiling.numbers.columns import CounterRow, Polling
 from verl_profiling.report.colours import cause_key
 from verl_profiling.report.diff import compare
-from verl_profiling.report.files import scalars
+from verl_profiling.report.exports import scalars
 from verl_profiling.report.findings import find
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import rollout_sentences
 from verl_profiling.report.tables import TABLES
-from verl_profiling.steps.records import OTHERS
+from verl_profiling.steps.trajectory_columns import OTHERS
 
 
 def report_with(

@@ -266,7 +266,7 @@ def test_two_processes_write_the_same_timeline(
     """How many processes merge does not show in the result."""
     (inputs,) = find_steps(build_step(tmp_path))
     alone = merge(inputs, tmp_path / "alone.json.gz").path
-    monkeypatch.setattr("verl_profiling.steps.cluster._SPAWN_BYTES", 0)
+    monkeypatch.setattr("verl_profiling.steps.parallel_reads._SPAWN_BYTES", 0)
     together = merge(inputs, tmp_path / "together.json.gz", jobs=2).path
     assert together.read_bytes() == alone.read_bytes()
 

@@ -16,9 +16,9 @@ from verl_profiling.analysis import open_run, open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.run_files import read_manifest
-from verl_profiling.steps.content import Limits
 from verl_profiling.steps.inputs import find_steps
 from verl_profiling.steps.trace import Event, Trace
+from verl_profiling.steps.trace_content import Limits
 from verl_profiling.timeline.processes import LANE_PIDS
 
 
@@ -43,8 +43,8 @@ def test_block_boundaries_do_not_show(
     """However the file is cut into blocks, the same events come out in the same order."""
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(recordings()["actor_rank0"].trace.encode()))
-    monkeypatch.setattr("verl_profiling.steps.content.BLOCK_BYTES", block)
-    monkeypatch.setattr("verl_profiling.steps.content._READ_BYTES", 99)
+    monkeypatch.setattr("verl_profiling.steps.trace_content.BLOCK_BYTES", block)
+    monkeypatch.setattr("verl_profiling.steps.trace_content._READ_BYTES", 99)
     events = [event for events in Trace(path).chunks(block) for event in events]
     assert [event.name for event in events] == [event["name"] for event in read_events(path)]
 
@@ -93,7 +93,7 @@ def test_objects_in_arguments_do_not_end_an_event(
 ) -> None:
     """A cut inside a list of arguments is noticed and undone."""
     events = [span(f"e{i}", i, args={"inputs": [{"a": 1}, {"b": 2}] * 30}) for i in range(20)]
-    monkeypatch.setattr("verl_profiling.steps.content.BLOCK_BYTES", 300)
+    monkeypatch.setattr("verl_profiling.steps.trace_content.BLOCK_BYTES", 300)
     trace = Trace(saved(tmp_path / "t.json", {"baseTimeNanoseconds": 1, "traceEvents": events}))
     found = [event for chunk in trace.chunks(300) for event in chunk]
     assert [event.name for event in found] == [f"e{i}" for i in range(20)]

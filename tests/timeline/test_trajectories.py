@@ -27,9 +27,9 @@ from verl_profiling.files.trajectory_log import (
     TrajectoryLog,
 )
 from verl_profiling.steps.check import check
-from verl_profiling.steps.content import Limits
 from verl_profiling.steps.inputs import find_steps
 from verl_profiling.steps.step import Keep
+from verl_profiling.steps.trace_content import Limits
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.processes import LANE_PIDS, TRAJECTORIES_PID
 

@@ -36,8 +36,8 @@ from verl_profiling.files.trajectory_log import Fact, SpanRecord, TrajectoryLog
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import BLOCK_TOKENS, Manifest, Request, StageSpan, StepSpan
 from verl_profiling.steps.load import mooncake_rows
-from verl_profiling.steps.nesting import read_logs, stages_by_row
 from verl_profiling.steps.requests import joined, requests_by_id
+from verl_profiling.steps.trajectory_spans import read_logs, stages_by_row
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan

@@ -19,6 +19,7 @@ from verl_profiling.commands import add_json, count, option, show
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.opener import read_small
 from verl_profiling.identity import ROLLOUT_ROLE, step_folder_name
+from verl_profiling.level_shifts import noticed_from
 from verl_profiling.settings.config import (
     MOST_CAPTURES,
     ProfilingConfig,
@@ -27,7 +28,6 @@ from verl_profiling.settings.config import (
     planned_captures,
 )
 from verl_profiling.settings.groups import WatchOptions
-from verl_profiling.shifts import noticed_from
 from verl_profiling.tools import Tool
 from verl_profiling.units import step_list
 

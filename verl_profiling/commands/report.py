@@ -31,7 +31,7 @@ from verl_profiling.errors import ConfigError
 from verl_profiling.files.opener import naming, whole_file
 from verl_profiling.files.run_files import known_run
 from verl_profiling.report.diff import print_run
-from verl_profiling.report.files import write_csv, write_tensorboard
+from verl_profiling.report.exports import write_csv, write_tensorboard
 from verl_profiling.report.findings import OWN_COST, USUAL
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report

@@ -31,8 +31,8 @@ from weakref import WeakSet
 from verl_profiling.capture.stage import Stage, StageSink, replace_in_graphs, stage_in_graph
 from verl_profiling.controller.controller import TRAINING_ENDED, Controller
 from verl_profiling.controller.spmd import in_a_line
-from verl_profiling.controller.targets import Waits
 from verl_profiling.controller.watch import Watch
+from verl_profiling.controller.worker_calls import Waits
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.settings.config import ProfilingConfig

@@ -16,7 +16,7 @@ from verl_profiling.capture.protocol import CaptureStart, StartReply, StopReply,
 from verl_profiling.clock import Handshake
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.spmd import HANDSHAKES, Ranks, measured_clock
-from verl_profiling.controller.targets import Call, Target, Waits, Worker, wait_for
+from verl_profiling.controller.worker_calls import Call, Target, Waits, Worker, wait_for
 from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult, HostClock, Rpc

@@ -20,13 +20,13 @@ from verl_profiling.capture.protocol import CaptureStart
 from verl_profiling.capture.stage import SpanLog, record_pauses
 from verl_profiling.controller.captured_workers import CapturedWorkers
 from verl_profiling.controller.decision import Decisions
-from verl_profiling.controller.loop import LoopOrder, LoopStages, OpenCapture, whole_version
+from verl_profiling.controller.loop_state import LoopOrder, LoopStages, OpenCapture, whole_version
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.run import Run, is_pending
 from verl_profiling.controller.run_claim import check_folder
 from verl_profiling.controller.spmd import in_a_line, knows_place, place_of
-from verl_profiling.controller.targets import Waits
 from verl_profiling.controller.watch import Watch
+from verl_profiling.controller.worker_calls import Waits
 from verl_profiling.errors import ProfilingError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CaptureResult, StepSpan

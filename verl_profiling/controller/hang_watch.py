@@ -21,7 +21,7 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture.session import process_session
 from verl_profiling.controller.spmd import PROBLEMS, Ranks
-from verl_profiling.controller.targets import Call, Postponed, Target, WorkerLostError
+from verl_profiling.controller.worker_calls import Call, Postponed, Target, WorkerLostError
 from verl_profiling.files.opener import make_folder, read_small, remove_file
 from verl_profiling.files.run_files import write_json_atomically
 from verl_profiling.files.step_summary import Hang, RankUse, StepSummary

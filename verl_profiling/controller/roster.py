@@ -14,7 +14,7 @@ import msgspec
 from verl_profiling.capture.protocol import CaptureStart
 from verl_profiling.capture.session import named_stages
 from verl_profiling.capture_request import CaptureSelection
-from verl_profiling.controller.targets import Call, Target, Waits, make_targets, wait_for
+from verl_profiling.controller.worker_calls import Call, Target, Waits, make_targets, wait_for
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.manifest import CaptureResult, StageSpan

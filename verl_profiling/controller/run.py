@@ -25,10 +25,10 @@ import msgspec
 from msgspec.structs import replace
 
 from verl_profiling.capture.finishing import BackgroundWork
-from verl_profiling.controller.loop import OpenCapture
+from verl_profiling.controller.loop_state import OpenCapture
 from verl_profiling.controller.run_claim import RunPlace, claim_folder
 from verl_profiling.controller.spmd import Ranks
-from verl_profiling.controller.targets import Waits, settle
+from verl_profiling.controller.worker_calls import Waits, settle
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.machine import no_room
 from verl_profiling.files.opener import make_folder, remove_file

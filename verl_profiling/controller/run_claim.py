@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.controller.targets import settle
+from verl_profiling.controller.worker_calls import settle
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.opener import LocalFolder, make_private_folder
 from verl_profiling.files.remote import RemoteFolder, Upload

@@ -24,7 +24,7 @@ from verl_profiling.capture.session import process_session
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.clock import Handshake, best_handshake
 from verl_profiling.controller.run_claim import RunPlace
-from verl_profiling.controller.targets import Target
+from verl_profiling.controller.worker_calls import Target
 from verl_profiling.identity import ProcessId, WorkerIdentity, process_rank
 from verl_profiling.manifest import CaptureResult, HostClock, StageSpan
 from verl_profiling.settings.config import Decision, ProfilingConfig

@@ -27,7 +27,7 @@ from verl_profiling.controller.hang_watch import HangWatch, report_to_rank_0
 from verl_profiling.controller.rank_summaries import RankSummaries
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.spmd import Ranks
-from verl_profiling.controller.targets import Call, Postponed, Worker
+from verl_profiling.controller.worker_calls import Call, Postponed, Worker
 from verl_profiling.files.step_summary import Period, RankUse, StepSummary
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import finite_numbers

@@ -13,7 +13,7 @@ import numpy as np
 
 from verl_profiling.manifest import Request
 from verl_profiling.numbers.columns import LateResponse, PartRow
-from verl_profiling.numbers.lost import ROLLOUT
+from verl_profiling.numbers.idle_causes import ROLLOUT
 from verl_profiling.slices.intervals import grouped, holding
 from verl_profiling.steps.lanes import Step
 

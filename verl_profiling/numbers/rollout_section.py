@@ -12,7 +12,6 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from verl_profiling.manifest import Request
-from verl_profiling.numbers.anatomy import polling
 from verl_profiling.numbers.columns import (
     BlockRow,
     CallRow,
@@ -25,7 +24,8 @@ from verl_profiling.numbers.columns import (
     StatusRow,
     VersionRow,
 )
-from verl_profiling.numbers.lost import ROLLOUT
+from verl_profiling.numbers.idle_causes import ROLLOUT
+from verl_profiling.numbers.stage_rows import polling
 from verl_profiling.numbers.taught_nothing import taught_nothing
 from verl_profiling.slices.intervals import (
     Axes,
@@ -39,7 +39,13 @@ from verl_profiling.slices.intervals import (
 )
 from verl_profiling.steps.causes import Explanation, Pieces
 from verl_profiling.steps.lanes import Step
-from verl_profiling.steps.records import BEFORE, LOOP_LAG, UNEXPLAINED, Records, Trajectory
+from verl_profiling.steps.trajectory_columns import (
+    BEFORE,
+    LOOP_LAG,
+    UNEXPLAINED,
+    Records,
+    Trajectory,
+)
 from verl_profiling.units import shortened
 
 _NONE_RAN = "no trajectory"  # time of the tail in which none of its trajectories ran

@@ -14,7 +14,7 @@ from verl_profiling.manifest import StageSpan, Work
 from verl_profiling.numbers.columns import NothingRow, UselessRow
 from verl_profiling.slices.intervals import grouped
 from verl_profiling.steps.lanes import Step
-from verl_profiling.steps.records import Trajectory
+from verl_profiling.steps.trajectory_columns import Trajectory
 
 KEPT = ("done", "running")
 """Statuses of trajectories that are trained on, or may still be."""

@@ -12,7 +12,7 @@ import numpy as np
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.trajectory_log import NO_SPAN
 from verl_profiling.manifest import POLLING, WAIT
-from verl_profiling.numbers.lost import ROLLOUT
+from verl_profiling.numbers.idle_causes import ROLLOUT
 from verl_profiling.predict.balance import shares_by_work
 from verl_profiling.predict.changes import Changes, check_name, factor_of, tool_name
 from verl_profiling.predict.kernels import KERNEL
@@ -21,9 +21,9 @@ from verl_profiling.predict.segments import LAG_BY, WORK, Chains, Segment
 from verl_profiling.predict.step_graph import Graph
 from verl_profiling.slices.intervals import Ints, length, time_of
 from verl_profiling.slices.slices import Floats
-from verl_profiling.steps.nesting import UNKNOWN
-from verl_profiling.steps.records import LOOP_LAG, OTHERS
 from verl_profiling.steps.requests import VALIDATE
+from verl_profiling.steps.trajectory_columns import LOOP_LAG, OTHERS
+from verl_profiling.steps.trajectory_spans import UNKNOWN
 from verl_profiling.units import duration
 
 

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from verl_profiling.numbers.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
-from verl_profiling.numbers.lost import ROLLOUT
+from verl_profiling.numbers.idle_causes import ROLLOUT
+from verl_profiling.numbers.stage_rows import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.predict.replays import replay
 from verl_profiling.predict.segments import DELAY, WORK
 from verl_profiling.predict.step_graph import Graph
 from verl_profiling.steps.causes import joined_causes
-from verl_profiling.steps.records import BEFORE, OTHERS, UNEXPLAINED
+from verl_profiling.steps.trajectory_columns import BEFORE, OTHERS, UNEXPLAINED
 
 _RESPONSES = ("decode", "generate")  # kinds whose time grows with the length of the response
 

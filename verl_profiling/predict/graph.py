@@ -32,10 +32,10 @@ from itertools import chain
 import numpy as np
 
 from verl_profiling.manifest import WAIT
-from verl_profiling.numbers import usage
-from verl_profiling.numbers.anatomy import capture_time
+from verl_profiling.numbers import lane_rows
 from verl_profiling.numbers.given_work import loads_of
-from verl_profiling.numbers.lost import ROLLOUT
+from verl_profiling.numbers.idle_causes import ROLLOUT
+from verl_profiling.numbers.stage_rows import capture_time
 from verl_profiling.predict.graph_builder import GraphBuilder
 from verl_profiling.predict.limits import Limit, limits_of
 from verl_profiling.predict.loop_runs import Early, LoopRuns, Run, polled
@@ -108,7 +108,7 @@ def _add_lanes(graph: Graph, step: Step, workers: int) -> None:
     """
     replicas = [worker for worker in step.workers if worker.identity.replica is not None]
     graph.engines = {worker.name for worker in replicas}
-    devices = usage.shared_devices(step)
+    devices = lane_rows.shared_devices(step)
     on_device = [lanes for lanes in devices if lanes[0].on_device]
     graph.lanes, graph.on_device = len(on_device or devices) or workers, bool(on_device)
     process_of = _process_of(step)

@@ -33,10 +33,10 @@ import numpy as np
 
 from verl_profiling.slices.intervals import Spans, union
 from verl_profiling.steps import kinds
-from verl_profiling.steps.content import Limits
-from verl_profiling.steps.rows import to_spans
+from verl_profiling.steps.event_rows import to_spans
 from verl_profiling.steps.step import Source
 from verl_profiling.steps.trace import Trace
+from verl_profiling.steps.trace_content import Limits
 
 _Row = tuple[Any, Any]
 

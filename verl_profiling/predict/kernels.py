@@ -20,10 +20,10 @@ from verl_profiling.predict.kernel_order import NEVER, WORKS, Event, TraceOrder,
 from verl_profiling.predict.segments import WORK, Segment
 from verl_profiling.predict.step_graph import Graph
 from verl_profiling.steps import kinds
-from verl_profiling.steps.cluster import results
-from verl_profiling.steps.content import Limits
-from verl_profiling.steps.records import FROM_THE_ENGINE, LOOP_LAG, TO_THE_ENGINE
+from verl_profiling.steps.parallel_reads import results
 from verl_profiling.steps.step import Source, StepInputs
+from verl_profiling.steps.trace_content import Limits
+from verl_profiling.steps.trajectory_columns import FROM_THE_ENGINE, LOOP_LAG, TO_THE_ENGINE
 
 _Times = list[tuple[int, int]]
 

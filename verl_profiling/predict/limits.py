@@ -18,7 +18,7 @@ from verl_profiling.files.trajectory_log import NO_SPAN
 from verl_profiling.manifest import WAIT
 from verl_profiling.slices.intervals import Ints
 from verl_profiling.steps.causes import Pieces
-from verl_profiling.steps.records import OWN_CODE, Records
+from verl_profiling.steps.trajectory_columns import OWN_CODE, Records
 
 # the holder's span may end this much after the next acquire: both are tasks of one event loop
 _ERROR_NS = 1_000_000

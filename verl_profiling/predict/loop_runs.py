@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from verl_profiling.manifest import MOST_NESTED, POLLING, WAIT, StageSpan
-from verl_profiling.numbers.lost import ROLLOUT
+from verl_profiling.numbers.idle_causes import ROLLOUT
 from verl_profiling.predict.segments import NOTHING, OWN, Segment
 from verl_profiling.predict.step_graph import Graph
 from verl_profiling.slices.intervals import grouped
 from verl_profiling.steps.lanes import Step
-from verl_profiling.steps.nesting import stages_by_row
-from verl_profiling.steps.records import BEFORE
 from verl_profiling.steps.requests import VALIDATE
+from verl_profiling.steps.trajectory_columns import BEFORE
+from verl_profiling.steps.trajectory_spans import stages_by_row
 
 LOOP = "controller"
 

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from verl_profiling.manifest import POLLING, WAIT
-from verl_profiling.numbers.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.numbers.columns import HelpRow, PathRow, added
+from verl_profiling.numbers.stage_rows import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.predict.baseline import Baseline, CallTimes
 from verl_profiling.predict.changes import TOOL, Changes, tool_name
 from verl_profiling.predict.replays import Replay, replay
@@ -25,7 +25,7 @@ from verl_profiling.predict.slack import SlackRow, slack_rows
 from verl_profiling.predict.step_graph import Graph
 from verl_profiling.slices.intervals import length, within
 from verl_profiling.slices.slices import PathPart
-from verl_profiling.steps.records import GENERATE
+from verl_profiling.steps.trajectory_columns import GENERATE
 
 _NOT_STEADY = (
     "the predicted step is not the mean step: each step leaves more or less work to the next"

@@ -28,7 +28,7 @@ from verl_profiling.slices.intervals import Ints
 from verl_profiling.steps.causes import Pieces
 from verl_profiling.steps.lanes import Step
 from verl_profiling.steps.read import Content
-from verl_profiling.steps.records import (
+from verl_profiling.steps.trajectory_columns import (
     BEFORE,
     FROM_THE_ENGINE,
     GENERATE,

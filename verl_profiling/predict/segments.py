@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from verl_profiling.files.trajectory_log import NO_SPAN
 from verl_profiling.manifest import WAIT, Request
 from verl_profiling.slices.intervals import Ints
-from verl_profiling.steps.records import LOOP_LAG, Records
+from verl_profiling.steps.trajectory_columns import LOOP_LAG, Records
 
 OWN, WORK, DELAY = "own code", "work", "delay"
 """Kinds of time: a segment of the loop, a segment of a worker, and the delay before a segment."""

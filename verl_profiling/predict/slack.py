@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from verl_profiling.numbers.anatomy import OUTSIDE_STAGES
+from verl_profiling.numbers.stage_rows import OUTSIDE_STAGES
 from verl_profiling.predict.replays import Replay
 from verl_profiling.predict.step_graph import Graph
 from verl_profiling.slices.intervals import Ints, grouped, length, union

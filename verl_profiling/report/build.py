@@ -14,7 +14,7 @@ from verl_profiling.files.run_files import known_run
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_log import read_watch_log
 from verl_profiling.manifest import MANIFEST_NAME, WEIGHT_SYNC, Manifest
-from verl_profiling.numbers import anatomy, capture_rows, collectives, lost, usage
+from verl_profiling.numbers import capture_rows, collectives, idle_causes, lane_rows, stage_rows
 from verl_profiling.numbers.achieved import Achieved
 from verl_profiling.numbers.bandwidth import link_rows
 from verl_profiling.numbers.given_work import with_reason, work_rows
@@ -47,14 +47,14 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         content: Everything that was read of them.
     """
     step, calls, notes = content.step, content.calls, content.notes
-    tail = usage.rollout_tail(step)
+    tail = lane_rows.rollout_tail(step)
     called = collectives.in_calls(calls)
     waits = collectives.waits(calls)
     for lane in step.lanes:
         lane.waiting = waits.get(lane, EMPTY)
-        lane.idle = lost.lost_by_cause(lane, step, tail)
-    devices = [(lanes, usage.lost_of_device(lanes)) for lanes in usage.shared_devices(step)]
-    device_rows = [usage.device_row(lanes, causes) for lanes, causes in devices]
+        lane.idle = idle_causes.lost_by_cause(lane, step, tail)
+    devices = [(lanes, lane_rows.lost_of_device(lanes)) for lanes in lane_rows.shared_devices(step)]
+    device_rows = [lane_rows.device_row(lanes, causes) for lanes, causes in devices]
     rollout, explanation = rollout_of(
         step, content.records, content.served, content.pieces, content.of_processes
     ) or (None, None)
@@ -62,11 +62,11 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
     unmatched_ns = sum(map(length, collectives.unmatched(step, calls).values()))
     unmatched_ns += collectives.whole_graphs_ns(step.lanes)
     request, suspects = requested_of(step, calls)
-    engines = [usage.engine_row(lane, step) for lane in step.lanes if lane.is_engine]
+    engines = [lane_rows.engine_row(lane, step) for lane in step.lanes if lane.is_engine]
     of_manifest: dict[str, Any] = {}
     if inputs.manifest is not None:
         replicas = capture_rows.replica_rows(step.requests)
-        ended_early = [*capture_rows.unfinished_requests(replicas), *lost.last_aborted(step)]
+        ended_early = [*capture_rows.unfinished_requests(replicas), *idle_causes.last_aborted(step)]
         notes = [*_notes(inputs.manifest, step, inputs.capture), *ended_early, *notes]
         of_manifest = _of_manifest(inputs.manifest, step)
         of_manifest["replicas"] = replicas
@@ -81,8 +81,8 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         name=inputs.name or ("" if inputs.step is not None else inputs.title),
         step=inputs.step,
         span_us=step.span_ns / 1000,
-        stages=with_parts(anatomy.anatomy(step, nobody), step),
-        workers=[usage.worker_row(lane, step, inputs.directory) for lane in step.lanes],
+        stages=with_parts(stage_rows.anatomy(step, nobody), step),
+        workers=[lane_rows.worker_row(lane, step, inputs.directory) for lane in step.lanes],
         engines=engines,
         tail=tail,
         stragglers=[with_reason(row, step, called) for row in collectives.stragglers(step, calls)],
@@ -93,10 +93,10 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         collectives=collectives.collective_rows(calls),
         links=link_rows(step, calls),
         unmatched_us=unmatched_ns / 1000,
-        kernels=usage.kernels(step),
-        lost=lost.lost_total(device_rows, _parts(step, devices, explanation)),
-        throughput=usage.throughput(step, engines, len(devices)),
-        gantt=list(anatomy.gantt(step)),
+        kernels=lane_rows.kernels(step),
+        lost=idle_causes.lost_total(device_rows, _parts(step, devices, explanation)),
+        throughput=lane_rows.throughput(step, engines, len(devices)),
+        gantt=list(stage_rows.gantt(step)),
         findings=[],
         coverage=content.coverage,
         notes=notes,
@@ -120,10 +120,10 @@ def _parts(
     """Return the seconds of causes of idle time by what happened meanwhile, for some causes."""
     parts = {}
     if explanation is not None:
-        for cause in lost.BEHIND_TRAJECTORIES:
+        for cause in idle_causes.BEHIND_TRAJECTORIES:
             window = np.concatenate((EMPTY, *(causes[cause] for _, causes in devices)))
             parts[cause] = explanation.of(window)
-    synced = lost.sync_parts(step, (lanes for lanes, _ in devices))
+    synced = idle_causes.sync_parts(step, (lanes for lanes, _ in devices))
     if synced.keys() - {WEIGHT_SYNC}:
         parts["weight_sync"] = synced
     return parts
@@ -140,8 +140,8 @@ def _of_manifest(manifest: Manifest, step: Step) -> dict[str, Any]:
             row for worker in manifest.workers for row in capture_rows.measures_of(worker)
         ],
         "costs": capture_rows.costs(manifest),
-        "running": anatomy.requests_running(step),
-        "around_the_step": anatomy.around_rows(manifest),
+        "running": stage_rows.requests_running(step),
+        "around_the_step": stage_rows.around_rows(manifest),
     }
 
 
@@ -166,7 +166,7 @@ def _notes(manifest: Manifest, step: Step, capture: Manifest | None) -> list[str
         notes[_MOST_NOTES:] = [f"{more:,} more notes are in {MANIFEST_NAME}"]
     if capture is not None:
         notes = [f"of the whole capture, {step_list(capture.steps)}: {note}" for note in notes]
-    return [*notes, *capture_rows.clock_notes(manifest), *lost.unlogged_requests(step)]
+    return [*notes, *capture_rows.clock_notes(manifest), *idle_causes.unlogged_requests(step)]
 
 
 def with_predictions(report: Report, content: Content) -> tuple[Report, Graph | None]:

@@ -20,9 +20,9 @@ import numpy as np
 from rich.console import Console
 
 from verl_profiling.files.step_summary import StepSummary
-from verl_profiling.numbers.anatomy import CAPTURE_CALLS
 from verl_profiling.numbers.columns import sum_of
-from verl_profiling.numbers.lost import cause_name
+from verl_profiling.numbers.idle_causes import cause_name
+from verl_profiling.numbers.stage_rows import CAPTURE_CALLS
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import stage_seconds
 from verl_profiling.report.scaling import Scaling, scaling_of
@@ -31,7 +31,7 @@ from verl_profiling.report.tables import cells, named, without_middle
 from verl_profiling.report.terminal import fitting_console, print_table
 from verl_profiling.report.watch_frame import STEP, seconds_of
 from verl_profiling.steps.causes import joined_causes
-from verl_profiling.steps.records import UNEXPLAINED
+from verl_profiling.steps.trajectory_columns import UNEXPLAINED
 from verl_profiling.units import duration, visible
 
 _SMALLEST_SHARE = 0.01

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import msgspec
 
 from verl_profiling.manifest import WEIGHT_SYNC
-from verl_profiling.numbers.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
-from verl_profiling.numbers.lost import ROLLOUT
+from verl_profiling.numbers.idle_causes import ROLLOUT
+from verl_profiling.numbers.stage_rows import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report import losses, slow_links
 from verl_profiling.report.losses import (
     AWAIT,

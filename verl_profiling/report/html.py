@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from verl_profiling.numbers.columns import GanttSpan, PartRow, PathRow, WorkerRow, sum_of
-from verl_profiling.numbers.lost import cause_name
+from verl_profiling.numbers.idle_causes import cause_name
 from verl_profiling.report.colours import cause_key, stage_class
 from verl_profiling.report.findings import calm
 from verl_profiling.report.model import Finding, Report

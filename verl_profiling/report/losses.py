@@ -20,13 +20,12 @@ from verl_profiling.numbers.columns import (
     sum_of,
 )
 from verl_profiling.numbers.given_work import NO_WORK
-from verl_profiling.numbers.lost import ROLLOUT
+from verl_profiling.numbers.idle_causes import ROLLOUT
 from verl_profiling.numbers.taught_nothing import EQUAL
 from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import counted, late_response
 from verl_profiling.slices.intervals import grouped
-from verl_profiling.steps.nesting import UNKNOWN
-from verl_profiling.steps.records import (
+from verl_profiling.steps.trajectory_columns import (
     BEFORE,
     FROM_THE_ENGINE,
     LOOP_LAG,
@@ -34,6 +33,7 @@ from verl_profiling.steps.records import (
     TO_THE_ENGINE,
     UNEXPLAINED,
 )
+from verl_profiling.steps.trajectory_spans import UNKNOWN
 from verl_profiling.units import duration, listed
 
 MARK_MORE = "mark more of the agent loop with span(), so that this time gets a name"

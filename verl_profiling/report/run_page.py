@@ -15,7 +15,7 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from verl_profiling.files.step_summary import StepSummary
-from verl_profiling.numbers.lost import cause_name
+from verl_profiling.numbers.idle_causes import cause_name
 from verl_profiling.report.colours import stage_class
 from verl_profiling.report.html import document, figures_section, page_title, section, table
 from verl_profiling.report.model import Report

@@ -16,7 +16,7 @@ from verl_profiling.manifest import POLLING, WAIT, WEIGHT_SYNC
 from verl_profiling.numbers.columns import StageRow, sum_of
 from verl_profiling.report.model import Report
 from verl_profiling.slices.intervals import grouped
-from verl_profiling.steps.records import OTHERS, UNEXPLAINED
+from verl_profiling.steps.trajectory_columns import OTHERS, UNEXPLAINED
 from verl_profiling.units import duration, listed
 
 _LEAST_SHARE = 0.01  # of the step: smaller parts are added up

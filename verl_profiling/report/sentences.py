@@ -15,8 +15,8 @@ from verl_profiling.numbers.columns import (
     Rollout,
     sum_of,
 )
+from verl_profiling.numbers.idle_causes import cause_name
 from verl_profiling.numbers.last_response import LENGTH, SPEED
-from verl_profiling.numbers.lost import cause_name
 from verl_profiling.report.model import Report
 from verl_profiling.slices.intervals import grouped
 from verl_profiling.units import byte_size, duration, listed

@@ -15,11 +15,11 @@ from typing import Any, ClassVar, NamedTuple, get_args, get_type_hints
 import msgspec
 
 from verl_profiling.numbers.columns import OTHER_RANKS, CauseRow, HelpRow, PathRow, Rollout, added
-from verl_profiling.numbers.lost import CAUSES, cause_name
+from verl_profiling.numbers.idle_causes import CAUSES, cause_name
 from verl_profiling.report.colours import cause_key, stage_class
 from verl_profiling.report.model import Report
-from verl_profiling.steps.nesting import UNKNOWN
-from verl_profiling.steps.records import LOOP_LAG
+from verl_profiling.steps.trajectory_columns import LOOP_LAG
+from verl_profiling.steps.trajectory_spans import UNKNOWN
 from verl_profiling.units import byte_size, duration, three_digits, visible
 
 

@@ -21,10 +21,10 @@ from rich.text import Text
 from verl_profiling.capture_request import Trigger
 from verl_profiling.files.opener import read_small
 from verl_profiling.files.step_summary import RoleMemory, StepSummary
+from verl_profiling.level_shifts import MATTERS, Series, noticed_from
 from verl_profiling.manifest import MANIFEST_NAME, ManifestState, RunInfo
 from verl_profiling.report.sentences import axis_top, counted, sparkline, waits
 from verl_profiling.report.terminal import table_of
-from verl_profiling.shifts import MATTERS, Series, noticed_from
 from verl_profiling.steps.inputs import step_folders
 from verl_profiling.units import byte_size, duration, visible
 

@@ -35,7 +35,7 @@ from verl_profiling.slices.intervals import (
     union,
     without,
 )
-from verl_profiling.steps.records import (
+from verl_profiling.steps.trajectory_columns import (
     BEFORE,
     CAUSE_NUMBERS,
     FROM_THE_ENGINE,

@@ -24,8 +24,6 @@ from verl_profiling.manifest import (
     Manifest,
     RunInfo,
 )
-from verl_profiling.steps.cluster import results
-from verl_profiling.steps.content import Blocks, Limits
 from verl_profiling.steps.deaths import death_in
 from verl_profiling.steps.inputs import (
     UNWRITTEN,
@@ -37,10 +35,12 @@ from verl_profiling.steps.inputs import (
     step_folders,
     unfinished,
 )
-from verl_profiling.steps.plain import plain_steps
+from verl_profiling.steps.parallel_reads import results
+from verl_profiling.steps.plain_traces import plain_steps
 from verl_profiling.steps.recordings import not_analysed, npu_files
 from verl_profiling.steps.step import Source
 from verl_profiling.steps.trace import Trace
+from verl_profiling.steps.trace_content import Blocks, Limits
 from verl_profiling.units import visible_text_of
 
 Status = Literal[

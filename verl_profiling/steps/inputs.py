@@ -28,7 +28,7 @@ from verl_profiling.manifest import (
     CaptureResult,
     Manifest,
 )
-from verl_profiling.steps.plain import plain_steps
+from verl_profiling.steps.plain_traces import plain_steps
 from verl_profiling.steps.recordings import not_analysed, npu_files
 from verl_profiling.steps.step import Source, StepInputs, sorted_sources
 from verl_profiling.units import local_time

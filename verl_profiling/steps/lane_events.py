@@ -1,9 +1,9 @@
 """Reads the traces of one lane into columns.
 
 A row is an event of work: begin and end (ns), the number of its key, and the number of its launch.
-A key is name, thread and process group (see :class:`~verl_profiling.steps.rows.Key`). All rows of
-devices are kept, 28 bytes each. Host rows are reduced to intervals chunk by chunk; after the first
-device event, no more host rows are kept.
+A key is name, thread and process group (see :class:`~verl_profiling.steps.event_rows.Key`). All
+rows of devices are kept, 28 bytes each. Host rows are reduced to intervals chunk by chunk; after
+the first device event, no more host rows are kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from verl_profiling.files.recording_names import attention_of, is_like_iteration
 from verl_profiling.manifest import StageSpan
 from verl_profiling.slices.intervals import Ints, Spans, union
 from verl_profiling.slices.observed import Recording, extended
-from verl_profiling.steps.content import Limits
+from verl_profiling.steps.event_rows import Key, Keys, KeyTable, Rows, joined, to_spans
 from verl_profiling.steps.kinds import (
     COMMUNICATION,
     HOST_COMMUNICATION,
@@ -40,9 +40,9 @@ from verl_profiling.steps.kinds import (
 )
 from verl_profiling.steps.lanes import Lane
 from verl_profiling.steps.messages import Entered, entered_in
-from verl_profiling.steps.rows import Key, Keys, KeyTable, Rows, joined, to_spans
 from verl_profiling.steps.step import Source
 from verl_profiling.steps.trace import NO_ARGS, Event, Trace
+from verl_profiling.steps.trace_content import Limits
 
 _CHUNK_BYTES = 1 << 20  # JSON per chunk: long arrays, but events stay in a CPU cache
 LONGEST_NAME = 40

@@ -13,9 +13,9 @@ import msgspec
 
 from verl_profiling.files.trajectory_log import TrajectoryLog
 from verl_profiling.manifest import BLOCK_TOKENS, Manifest, Request, StageSpan
-from verl_profiling.steps.nesting import read_logs
 from verl_profiling.steps.requests import is_validation, joined, requests_by_id, validations
 from verl_profiling.steps.step import StepInputs
+from verl_profiling.steps.trajectory_spans import read_logs
 
 
 class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,15 +14,15 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.trajectory_log import TrajectoryLog
 from verl_profiling.manifest import Request
 from verl_profiling.slices.intervals import grouped
-from verl_profiling.steps.activity import read_lane
 from verl_profiling.steps.calls import Calls, matched_calls
 from verl_profiling.steps.causes import Pieces, pieces_of
-from verl_profiling.steps.cluster import results
+from verl_profiling.steps.device_lanes import read_lane
 from verl_profiling.steps.lane_events import LaneJob, LaneTraces
 from verl_profiling.steps.lanes import Step
-from verl_profiling.steps.nesting import read_logs
-from verl_profiling.steps.records import Records, requests_of
+from verl_profiling.steps.parallel_reads import results
 from verl_profiling.steps.step import Source, StepInputs
+from verl_profiling.steps.trajectory_columns import Records, requests_of
+from verl_profiling.steps.trajectory_spans import read_logs
 
 Counts = dict[tuple[str, str], list[tuple[int, float]]]
 """Samples (unix ns, value) of each counter, by lane and counter name."""

@@ -25,8 +25,8 @@ from verl_profiling.manifest import (
     StepSpan,
     ToolSpan,
 )
-from verl_profiling.steps.content import Limits
 from verl_profiling.steps.trace import Event
+from verl_profiling.steps.trace_content import Limits
 
 _ROLE_ORDER = (
     "controller",

@@ -25,8 +25,8 @@ import msgspec
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.opener import UNDECODABLE
 from verl_profiling.manifest import MAX_NS
-from verl_profiling.steps.content import BLOCK_BYTES, Blocks, Limits
 from verl_profiling.steps.databases import NO_DATABASE
+from verl_profiling.steps.trace_content import BLOCK_BYTES, Blocks, Limits
 from verl_profiling.units import byte_size
 
 MAX_US = 4e15

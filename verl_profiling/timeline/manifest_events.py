@@ -19,8 +19,8 @@ from verl_profiling.manifest import (
     StepSpan,
     ToolSpan,
 )
-from verl_profiling.steps.nesting import packed_rows, stages_by_row
 from verl_profiling.steps.trace import Event
+from verl_profiling.steps.trajectory_spans import packed_rows, stages_by_row
 from verl_profiling.timeline.processes import (
     PATH_PID,
     PAUSES_TID,

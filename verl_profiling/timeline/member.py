@@ -28,11 +28,11 @@ from verl_profiling.files.trajectory_log import (
     TrajectoryRecord,
 )
 from verl_profiling.manifest import Request
-from verl_profiling.steps.content import Limits
-from verl_profiling.steps.nesting import blocker, linked_log, nested_rows, packed_rows
 from verl_profiling.steps.requests import joined
 from verl_profiling.steps.step import Keep, Source
 from verl_profiling.steps.trace import Event, Trace
+from verl_profiling.steps.trace_content import Limits
+from verl_profiling.steps.trajectory_spans import blocker, linked_log, nested_rows, packed_rows
 from verl_profiling.timeline.manifest_events import request_arrow
 from verl_profiling.timeline.overlaps import Overlaps
 from verl_profiling.timeline.processes import (

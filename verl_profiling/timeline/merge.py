@@ -22,8 +22,7 @@ from verl_profiling.capture_request import parse_ranks
 from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
 from verl_profiling.files.opener import move_file, opened, scratch_folder, whole_file
 from verl_profiling.manifest import SCHEMA_VERSION
-from verl_profiling.steps.cluster import results
-from verl_profiling.steps.nesting import statuses_of
+from verl_profiling.steps.parallel_reads import results
 from verl_profiling.steps.requests import requests_by_id
 from verl_profiling.steps.step import (
     TIMELINE_MARK,
@@ -34,6 +33,7 @@ from verl_profiling.steps.step import (
     zero_ns,
 )
 from verl_profiling.steps.trace import Event, Trace
+from verl_profiling.steps.trajectory_spans import statuses_of
 from verl_profiling.timeline.manifest_events import (
     CONTROLLER,
     Slice,

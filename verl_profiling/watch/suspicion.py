@@ -18,9 +18,9 @@ from msgspec.structs import replace
 from verl_profiling.capture_request import Trigger, TriggerKind
 from verl_profiling.files.step_summary import MOST_SPANS, OTHERS, SpanTotal, StepSummary
 from verl_profiling.identity import ROLLOUT_ROLE
+from verl_profiling.level_shifts import LEAST_S, MATTERS, Series
 from verl_profiling.manifest import GC, WAIT, WEIGHT_SYNC
 from verl_profiling.settings.groups import Anomaly
-from verl_profiling.shifts import LEAST_S, MATTERS, Series
 from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.units import duration
 from verl_profiling.watch.exposed import TIED, Standing, alone_ns, standings

@@ -24,7 +24,13 @@ from weakref import WeakSet
 
 import msgspec
 
-from verl_profiling.controller.targets import Call, Target, WorkerLostError, make_targets, wait_for
+from verl_profiling.controller.worker_calls import (
+    Call,
+    Target,
+    WorkerLostError,
+    make_targets,
+    wait_for,
+)
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.files.opener import UNDECODABLE, make_folder, opened, whole_file
 from verl_profiling.files.run_files import json_of

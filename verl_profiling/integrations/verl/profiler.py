@@ -296,7 +296,7 @@ def log_reports(trackers: Mapping[str, Any], run_folder: Path, last_step: int) -
         last_step: Number of the last step that was logged.
     """
     from verl_profiling.report.build import build_report
-    from verl_profiling.report.files import scalars
+    from verl_profiling.report.exports import scalars
     from verl_profiling.steps.inputs import find_steps, step_folders
     from verl_profiling.steps.read import read_step
     from verl_profiling.steps.step import one_by_one

@@ -30,7 +30,6 @@ from verl_profiling.files.recording_names import (
     rank_of_recording,
 )
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.steps.content import Blocks, Limits
 from verl_profiling.steps.databases import NO_DATABASE
 from verl_profiling.steps.kinds import is_on_device
 from verl_profiling.steps.recordings import (
@@ -54,6 +53,7 @@ from verl_profiling.steps.step import (
     short_label,
 )
 from verl_profiling.steps.trace import NO_TRACE, Event, Trace
+from verl_profiling.steps.trace_content import Blocks, Limits
 
 _HEAD_BYTES = 1 << 14  # process names, if any, are at the beginning
 _MAX_RANK = 1 << 30

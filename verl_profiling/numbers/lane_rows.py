@@ -41,7 +41,6 @@ from typing import Any
 import numpy as np
 
 from verl_profiling.files.recording_names import UNKNOWN_TOKENS, Iteration
-from verl_profiling.numbers.anatomy import percent
 from verl_profiling.numbers.columns import (
     OTHER_RANKS,
     DeviceRow,
@@ -52,8 +51,9 @@ from verl_profiling.numbers.columns import (
     Throughput,
     WorkerRow,
 )
+from verl_profiling.numbers.idle_causes import CAUSES, ROLLOUT, partition, working_spans
 from verl_profiling.numbers.last_response import late_response
-from verl_profiling.numbers.lost import CAUSES, ROLLOUT, partition, working_spans
+from verl_profiling.numbers.stage_rows import percent
 from verl_profiling.slices.intervals import (
     EMPTY,
     Spans,

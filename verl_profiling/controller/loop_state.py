@@ -22,8 +22,8 @@ from verl_profiling import clock
 from verl_profiling.capture.protocol import CaptureStart
 from verl_profiling.capture.stage import OpenStage, SpanLog, record_pauses
 from verl_profiling.controller.captured_workers import CapturedWorkers
-from verl_profiling.controller.targets import Waits
 from verl_profiling.controller.watch import Watch
+from verl_profiling.controller.worker_calls import Waits
 from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import (

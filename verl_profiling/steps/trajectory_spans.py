@@ -25,9 +25,9 @@ from verl_profiling.files.trajectory_log import (
 )
 from verl_profiling.manifest import MOST_NESTED, StageSpan
 from verl_profiling.slices.intervals import Ints
-from verl_profiling.steps.cluster import results
-from verl_profiling.steps.content import Limits
+from verl_profiling.steps.parallel_reads import results
 from verl_profiling.steps.step import Source, StepInputs
+from verl_profiling.steps.trace_content import Limits
 
 UNKNOWN = "unknown"
 """Name of the blocker, if no stack was sampled while an event loop was blocked."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.slices.intervals import Ints, Spans, length, nested_times, union
 from verl_profiling.slices.observed import observed_by
+from verl_profiling.steps.event_rows import Rows, joined
 from verl_profiling.steps.kinds import (
     COMMUNICATION,
     COMPUTE,
@@ -31,7 +32,6 @@ from verl_profiling.steps.lane_events import LONGEST_NAME, LaneEvents, LaneJob, 
 from verl_profiling.steps.lanes import Lane
 from verl_profiling.steps.messages import with_entered
 from verl_profiling.steps.npu_links import npu_links
-from verl_profiling.steps.rows import Rows, joined
 from verl_profiling.steps.step import GRAPH_CAPTURE
 from verl_profiling.units import duration
 

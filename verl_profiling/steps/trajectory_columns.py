@@ -19,9 +19,9 @@ from verl_profiling.files.trajectory_log import (
 )
 from verl_profiling.manifest import Manifest, Request
 from verl_profiling.slices.intervals import Ints
-from verl_profiling.steps.nesting import blocker, column
 from verl_profiling.steps.requests import joined, requests_by_id
 from verl_profiling.steps.step import Source
+from verl_profiling.steps.trajectory_spans import blocker, column
 from verl_profiling.units import shortened
 
 OTHERS = "(all others)"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, POLLING, Manifest
 from verl_profiling.numbers.columns import AroundRow, GanttSpan, Polling, RunningRow, StageRow
-from verl_profiling.numbers.lost import ROLLOUT
+from verl_profiling.numbers.idle_causes import ROLLOUT
 from verl_profiling.slices.intervals import (
     EMPTY,
     Ints,
@@ -30,7 +30,7 @@ from verl_profiling.slices.intervals import (
     within,
 )
 from verl_profiling.steps.lanes import Step
-from verl_profiling.steps.nesting import stages_by_row
+from verl_profiling.steps.trajectory_spans import stages_by_row
 
 CAPTURE_CALLS = "(starting and stopping the capture)"
 OUTSIDE_STAGES = "(outside stages)"
