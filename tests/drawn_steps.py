@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -107,74 +108,7 @@ def drawn_inputs(
     steps: Sequence[StepSpan] = (),
 ) -> StepInputs:
     """Write a capture that is drawn by hand, and return what is found of it."""
-    results = []
-    for worker in workers:
-        identity = WorkerIdentity(role=worker.role, rank=worker.rank, replica=worker.replica)
-        lane = identity.lane(0)
-        place = {"ph": "X", "pid": 0, "tid": 7}
-        events = [
-            {
-                **place,
-                "cat": cat,
-                "name": name,
-                "ts": begin * 1e6,
-                "dur": (stop - begin) * 1e6,
-                "args": args,
-            }
-            for cat, spans in (
-                ("kernel", worker.kernels),
-                ("cpu_op", worker.operators),
-                ("cuda_runtime", worker.calls),
-                ("user_annotation", worker.iterations),
-            )
-            for name, begin, stop, *rest in spans
-            for args in rest or [{}]
-        ]
-        peers = sum(
-            (other.role, other.replica) == (worker.role, worker.replica) for other in workers
-        )
-        info = {"world_size": peers, "pg_config": [{"ranks": ranks} for ranks in worker.groups]}
-        path = folder / f"{lane}.torch.json.gz"
-        content = {"baseTimeNanoseconds": BASE, "distributedInfo": info, "traceEvents": events}
-        path.write_bytes(gzip.compress(json.dumps(content).encode()))
-        begin, stop = (ns(at) for at in worker.recorded)
-        trace = Artifact(
-            path=path.name, lane=lane, tool="torch", status="ok", begin_ns=begin, end_ns=stop
-        )
-        results.append(
-            CaptureResult(
-                identity=identity,
-                mode=worker.mode,
-                devices=worker.devices,
-                requests_logged=worker.logged,
-                pending_since_ns=[ns(since) for since in worker.pending],
-                tool_spans=[
-                    ToolSpan(name, ns(a), ns(b), stage) for name, a, b, stage in worker.tool
-                ],
-                artifacts=[trace],
-                stages=[
-                    StageSpan(name, ns(a), ns(b), depth=sum(deep))
-                    for name, a, b, *deep in worker.stages
-                ],
-                pauses=[StageSpan("gc", ns(a), ns(b)) for a, b in worker.pauses],
-                requests=[
-                    Request(
-                        replica=worker.replica or 0,
-                        id=f"{worker.replica}-{number}",
-                        begin_ns=ns(a),
-                        arrival_ns=ns(a),
-                        scheduled_ns=ns(a + (b - a) / 10),
-                        first_token_ns=ns(a + (b - a) / 5),
-                        end_ns=ns(b),
-                        prompt_tokens=10,
-                        response_tokens=tokens,
-                        cached_tokens=5,
-                        preemptions=number % 2,
-                    )
-                    for number, (a, b, tokens) in enumerate(worker.requests)
-                ],
-            )
-        )
+    groups = Counter((worker.role, worker.replica) for worker in workers)
     manifest = Manifest(
         run_id="drawn",
         capture_id="drawn-1",
@@ -184,70 +118,137 @@ def drawn_inputs(
         begin_ns=ns(0),
         end_ns=ns(end),
         controller=WorkerIdentity(role="controller"),
-        stages=[StageSpan(name, ns(a), ns(b), depth=sum(depth)) for name, a, b, *depth in stages],
+        stages=_spans(stages),
         rpcs=[Rpc("worker", name, ns(a), ns(b)) for name, a, b in calls],
-        workers=results,
+        workers=[
+            _drawn_result(folder, worker, groups[worker.role, worker.replica]) for worker in workers
+        ],
     )
     write_json_atomically(folder / MANIFEST_NAME, manifest)
     (inputs,) = find_steps(folder)
     return inputs
 
 
+def _spans(stages: Sequence[Drawn | tuple[str, float, float, int]]) -> list[StageSpan]:
+    return [StageSpan(name, ns(a), ns(b), depth=sum(depth)) for name, a, b, *depth in stages]
+
+
+def _drawn_result(folder: Path, worker: Worker, peers: int) -> CaptureResult:
+    """Write the trace of a worker, and return what it says of itself."""
+    identity = WorkerIdentity(role=worker.role, rank=worker.rank, replica=worker.replica)
+    lane = identity.lane(0)
+    path = folder / f"{lane}.torch.json.gz"
+    info = {"world_size": peers, "pg_config": [{"ranks": ranks} for ranks in worker.groups]}
+    content = {
+        "baseTimeNanoseconds": BASE,
+        "distributedInfo": info,
+        "traceEvents": [
+            *_events("kernel", worker.kernels),
+            *_events("cpu_op", worker.operators),
+            *_events("cuda_runtime", worker.calls),
+            *_events("user_annotation", worker.iterations),
+        ],
+    }
+    path.write_bytes(gzip.compress(json.dumps(content).encode()))
+    begin, stop = (ns(at) for at in worker.recorded)
+    trace = Artifact(
+        path=path.name, lane=lane, tool="torch", status="ok", begin_ns=begin, end_ns=stop
+    )
+    return CaptureResult(
+        identity=identity,
+        mode=worker.mode,
+        devices=worker.devices,
+        requests_logged=worker.logged,
+        pending_since_ns=[ns(since) for since in worker.pending],
+        tool_spans=[ToolSpan(name, ns(a), ns(b), stage) for name, a, b, stage in worker.tool],
+        artifacts=[trace],
+        stages=_spans(worker.stages),
+        pauses=[StageSpan("gc", ns(a), ns(b)) for a, b in worker.pauses],
+        requests=[
+            Request(
+                replica=worker.replica or 0,
+                id=f"{worker.replica}-{number}",
+                begin_ns=ns(a),
+                arrival_ns=ns(a),
+                scheduled_ns=ns(a + (b - a) / 10),
+                first_token_ns=ns(a + (b - a) / 5),
+                end_ns=ns(b),
+                prompt_tokens=10,
+                response_tokens=tokens,
+                cached_tokens=5,
+                preemptions=number % 2,
+            )
+            for number, (a, b, tokens) in enumerate(worker.requests)
+        ],
+    )
+
+
+def _events(category: str, spans: Sequence[tuple]) -> list[dict[str, Any]]:
+    """Return the complete events of a trace; a span may have arguments behind its end."""
+    place = {"ph": "X", "pid": 0, "tid": 7, "cat": category}
+    return [
+        {**place, "name": name, "ts": begin * 1e6, "dur": (stop - begin) * 1e6, "args": args}
+        for name, begin, stop, *rest in spans
+        for args in rest or [{}]
+    ]
+
+
 FAULTS = ("healthy", "slow rank", "long tail", "host-bound", "slow weight sync")
+# Seconds of the generation, the update, the weight sync, and between kernels, with the fault.
+ILL = {"long tail": 9.0, "slow rank": 6.6, "slow weight sync": 3.0, "host-bound": 0.06}
 
 
 def whole_step(
     folder: Path, *, ranks: int = 8, replicas: int = 4, fault: str = "healthy"
 ) -> Report:
     """Write a GRPO step, and return its report."""
-    slow = ranks * 5 // 8 if fault == "slow rank" else None
-    generated = 9.0 if fault == "long tail" else 4.2
-    updated = 6.6 if fault == "slow rank" else 3.0
-    synced = 3.0 if fault == "slow weight sync" else 0.25
-    gap = 0.06 if fault == "host-bound" else 0.002
+    times = {"long tail": 4.2, "slow rank": 3.0, "slow weight sync": 0.25, "host-bound": 0.002}
+    times |= {name: ill for name, ill in ILL.items() if name == fault}
+    generated, updated, synced, gap = times.values()
+    slow = range(ranks) if fault != "slow rank" else [ranks * 5 // 8]
     begins = list(accumulate((generated + 0.2, 0.3, 1.1, updated, synced), initial=0.05))
     names = ("rollout", "reward", "old_log_prob", "update_actor", "update_weights")
     stages = list(zip(names, begins, begins[1:], strict=False))
     end = begins[-1] + 0.05
     by_name = {name: (begin, stop) for name, begin, stop in stages}
     own = [(name, *by_name[name]) for name in names[2:]]
-    workers = []
-    for rank in range(ranks):
+    workers, world = [], list(range(ranks))
+    for rank in world:
         kernels = _gemms(*by_name["old_log_prob"], 0.002)
         begin, stop = by_name["update_actor"]
         for part in range(6):
             first, last = (begin + (stop - begin) * edge / 6 for edge in (part, part + 1))
-            works = (last - first) * (
-                0.92 if slow is None or rank == slow else 0.92 * 3.0 / updated
-            )
+            works = (last - first) * (0.92 if rank in slow else 0.92 * 3.0 / updated)
             kernels += _gemms(first, first + works - 0.003 * (rank % 3), gap)
             kernels.append(("ncclDevKernel_AllReduce_Sum_f32", kernels[-1][2], last))
         kernels.append(("ncclDevKernel_Broadcast", begins[-1] - 0.2, begins[-1]))
-        world = list(range(ranks))
         workers.append(
             Worker("actor", rank, stages=own, kernels=kernels, recorded=(0, end), groups=[world])
         )
-    for replica in range(replicas):
-        late = fault == "long tail" and replica == replicas - 1
-        stop = generated if late else 4.0 + 0.2 * replica / replicas
-        runs = [
-            ("attention", 0.1 + 0.05 * i, 0.145 + 0.05 * i) for i in range(int((stop - 0.1) / 0.05))
-        ]
-        names_of = "execute_context_0(0)_generation_8(8)"
-        requests = [(0.1, 1.5 + 2.5 * i / 32, 40 + 5 * i) for i in range(32)] + [(0.1, stop, 900)]
-        workers.append(
-            Worker(
-                "rollout",
-                replica=replica,
-                stages=[("rollout", 0.08, stop)],
-                kernels=runs,
-                iterations=[(names_of, a, b) for _, a, b in runs],
-                requests=requests,
-                recorded=(0, end),
-            )
-        )
+    stops = [4.0 + 0.2 * replica / replicas for replica in range(replicas)]
+    if fault == "long tail":
+        stops[-1] = generated
+    for replica, stop in enumerate(stops):
+        workers.append(_engine_of_a_step(replica, stop, end))
     folder.mkdir(parents=True, exist_ok=True)
     return report_of(folder, stages, workers, end)
+
+
+def _engine_of_a_step(replica: int, stop: float, end: float) -> Worker:
+    """Return an engine with 32 requests that end one after the other, and a last one."""
+    runs = [
+        ("attention", 0.1 + 0.05 * i, 0.145 + 0.05 * i) for i in range(int((stop - 0.1) / 0.05))
+    ]
+    name = "execute_context_0(0)_generation_8(8)"
+    return Worker(
+        "rollout",
+        replica=replica,
+        stages=[("rollout", 0.08, stop)],
+        kernels=runs,
+        iterations=[(name, begin, until) for _, begin, until in runs],
+        requests=[*((0.1, 1.5 + 2.5 * i / 32, 40 + 5 * i) for i in range(32)), (0.1, stop, 900)],
+        recorded=(0, end),
+    )
 
 
 def _gemms(begin: float, end: float, gap: float) -> list[tuple[str, float, float]]:

@@ -8,7 +8,7 @@ import gzip
 import json
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, NsysRange, RunInfo,
 from verl_profiling.steps.check import check
 
 Damage = Callable[[Path], object]
+Part = tuple[str, int, int]
 
 
 def _folder(path: Path) -> None:
@@ -289,6 +290,36 @@ GROWTH = """
 """
 
 
+def blocking(parts: list[Part], begin_ns: int) -> tuple[list[Part], list[Block]]:
+    """Return spans of these names one after the other, each with a block behind it."""
+    begins = range(begin_ns, begin_ns + 10_000 * len(parts), 10_000)
+    spans = [(name, at, at + 3_333) for at, (name, *_) in zip(begins, parts, strict=True)]
+    blocks = [Block(0, end, end + 3_333, number, "t", "") for number, (*_, end) in enumerate(spans)]
+    return spans, blocks
+
+
+def log_of(
+    parts: list[Part],
+    parents: Iterable[int],
+    begin_ns: int,
+    end_ns: int,
+    blocks: Sequence[Block] = (),
+) -> TrajectoryLog:
+    """Return the log of one trajectory with these spans."""
+    return TrajectoryLog(
+        lane="agent_loop_rank0",
+        begin_ns=begin_ns,
+        end_ns=end_ns,
+        loops=[LoopRecord(0, 7, "loop")],
+        trajectories=[TrajectoryRecord(0, "g", 0, begin_ns, end_ns, "done", 0, "", {})],
+        spans=[
+            SpanRecord(at, 0, parent, *part, 7, 0, False, "", {})
+            for at, (parent, part) in enumerate(zip(parents, parts, strict=True))
+        ],
+        blocks=[*blocks],
+    )
+
+
 @pytest.mark.parametrize(
     "kind", ["spans in a chain", "spans that block", "stages of the loop", "stages of a worker"]
 )
@@ -309,32 +340,11 @@ def test_what_is_nested_takes_memory_for_itself_alone(
         rewrite(step, stages=stages)
     elif kind == "stages of a worker":
         rewrite_worker(step, "actor_rank0", stages=stages)
+    elif kind == "spans that block":
+        parts, blocks = blocking(parts, begin_ns)
+        add_log(step, log_of(parts, [-1] * count, begin_ns, blocks[-1].end_ns, blocks))
     else:
-        blocks = []
-        if kind == "spans that block":
-            times = [
-                range(begin_ns + 10_000 * at, begin_ns + 10_000 * at + 9_999, 3_333)
-                for at in range(count)
-            ]
-            parts = [
-                (name, begin, middle)
-                for (name, *_), (begin, middle, *_) in zip(parts, times, strict=True)
-            ]
-            blocks = [
-                Block(0, middle, end, at, "t", "") for at, (_, middle, end, *_) in enumerate(times)
-            ]
-            end_ns = times[-1][-1]
-        parents = [-1 if blocks else at - 1 for at in range(count)]
-        spans = [
-            SpanRecord(at, 0, parents[at], *part, 7, 0, False, "", {})
-            for at, part in enumerate(parts)
-        ]
-        whole = TrajectoryRecord(0, "g", 0, begin_ns, end_ns, "done", 0, "", {})
-        log = TrajectoryLog(
-            lane="agent_loop_rank0", begin_ns=begin_ns, end_ns=end_ns, spans=spans, blocks=blocks
-        )
-        log.loops, log.trajectories = [LoopRecord(0, 7, "loop")], [whole]
-        add_log(step, log)
+        add_log(step, log_of(parts, range(-1, count - 1), begin_ns, end_ns))
     before, after = map(int, run_python(GROWTH, plain, step).stderr.splitlines()[-2:])
     files = [path for path in step.iterdir() if path.is_file()]
     unpacked = sum(

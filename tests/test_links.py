@@ -123,26 +123,32 @@ def watched_run(folder: Path) -> Path:
     return folder
 
 
+def full_of_links(theirs: Path, run: Path, seed: int) -> Path:
+    """Copy a run with links to it for files, for folders, or for some of both; return the copy."""
+    chance = random.Random(seed)
+    shutil.copytree(theirs, run)
+    files = [path for path in run.rglob("*") if path.is_file()]
+    folders = [path for path in run.iterdir() if path.is_dir()]
+    shares = ((1.0, 0.0), (0.0, 1.0), (0.5, 0.15), (0.3, 0.1))[seed]
+    for paths, share in zip((files, folders), shares, strict=True):
+        for path in paths:
+            if chance.random() < share:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                path.symlink_to(theirs / path.relative_to(run))
+    return run
+
+
 def test_no_command_opens_what_a_folder_full_of_links_leads_to(
     tmp_path: Path, run_python: RunPython
 ) -> None:
     """All files, all folders, or some of both by chance: commands end,
     and nothing outside is opened.
     """
-    outside, runs = tmp_path / "outside", []
-    for seed in range(4):
-        chance = random.Random(seed)
-        share = (1.0, 1.0, 0.5, 0.3)[seed]
-        theirs = watched_run(outside / str(seed))
-        run = tmp_path / f"run{seed}"
-        shutil.copytree(theirs, run)
-        folders = [path for path in run.iterdir() if path.is_dir() and seed != 0]
-        files = [path for path in run.rglob("*") if path.is_file() and seed != 1]
-        for path in sorted([*files, *folders], key=lambda path: -len(path.parts)):
-            if chance.random() < share and (path.is_file() or seed == 1 or chance.random() < 0.3):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-                path.symlink_to(theirs / path.relative_to(run))
-        runs.append(run)
+    outside = tmp_path / "outside"
+    runs = [
+        full_of_links(watched_run(outside / str(seed)), tmp_path / f"run{seed}", seed)
+        for seed in range(4)
+    ]
     before = {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()}
     assert run_python(COMMANDS, outside, *runs).stdout.splitlines()[-1] == "opened outside: []"
     assert {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()} == before

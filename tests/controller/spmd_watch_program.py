@@ -27,6 +27,7 @@ TIMES_S = {
 }  # so long that nothing else on the machine looks slow
 USUAL_S, LATE_S = 0.02, 0.2
 STEPS = {"slow": 300, "unlike": 16, "inside": 9}
+LATE_FROM = {"slow": 15, "hangs": 8}  # the first step in which a rank is late
 Meet = Callable[[bool], bool]
 
 
@@ -69,8 +70,31 @@ def wait_for_a_hang(run: Path) -> None:
         time.sleep(0.05)
 
 
+def work(scenario: str, late: bool) -> None:
+    time.sleep(TIMES_S.get(scenario, (USUAL_S, LATE_S))[late])
+
+
+def update(profiling: ProfilingCallback, scenario: str, late: bool, meet: Meet) -> bool:
+    """Run a step of one stage, at whose end the ranks meet."""
+    with profiling.stage("update_actor"):
+        if late and scenario == "hangs":
+            wait_for_a_hang(Path(profiling.config.save_path))
+        work(scenario, late)
+        return meet(False)
+
+
+def roll_out_and_update(
+    profiling: ProfilingCallback, scenario: str, late: bool, meet: Meet
+) -> bool:
+    """Run a step whose rollout is late; return whether the late rank has been captured."""
+    with profiling.stage("rollout"):
+        work(scenario, late)
+    with stage("update_actor"), stage("inside"):
+        work(scenario, False)
+        return meet(_is_captured(profiling.last_folder))
+
+
 def train(config: ProfilingConfig, scenario: str, meet: Meet, said: Path) -> None:
-    usual_s, late_s = TIMES_S.get(scenario, (USUAL_S, LATE_S))
     profiling = ProfilingCallback(config)
     worker = EndsLate() if scenario == "added inside" else TrainWorker()
     worker.init_capture(config, role="actor")
@@ -86,21 +110,9 @@ def train(config: ProfilingConfig, scenario: str, meet: Meet, said: Path) -> Non
                 profiling.add_workers("actor", worker)
             for step in range(1, STEPS.get(scenario, 8) + 1):
                 profiling.on_step_begin(step)
-                if scenario in ("inside", "hangs"):
-                    late = RANK == LATE and (scenario == "inside" or step == 8)
-                    with profiling.stage("update_actor"):
-                        if late and scenario == "hangs":
-                            wait_for_a_hang(Path(config.save_path))
-                        time.sleep(late_s if late else usual_s)
-                        meet(False)
-                    profiling.on_step_end()
-                    continue
-                with profiling.stage("rollout"):
-                    late = RANK == LATE and (scenario != "slow" or step >= 15)
-                    time.sleep(late_s if late else usual_s)
-                with stage("update_actor"), stage("inside"):
-                    time.sleep(usual_s)
-                    ends = meet(_is_captured(profiling.last_folder))
+                late = RANK == LATE and step >= LATE_FROM.get(scenario, 1)
+                run_step = update if scenario in ("inside", "hangs") else roll_out_and_update
+                ends = run_step(profiling, scenario, late, meet)
                 profiling.on_step_end()
                 if ends:
                     break

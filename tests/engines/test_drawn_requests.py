@@ -118,6 +118,32 @@ def draw(chance: random.Random, number: int) -> Call:
     )
 
 
+async def begun(call: Call, engine: Any) -> AsyncIterator[Any]:
+    """Send a call, and take the first tokens of all its samples."""
+    stream: AsyncIterator[Any] = engine.send(call)
+    is_apart = call.streams and isinstance(engine, SGLang)
+    for _ in range(call.samples if is_apart else 1):
+        await anext(stream)
+    return stream
+
+
+async def ended(call: Call, stream: Any, engine: Any) -> list[tuple[str, int, bool]]:
+    """End a call in its way; return the id, tokens and failure of each of its sequences."""
+    length = call.tokens
+    try:
+        if call.way == "close":
+            await stream.aclose()
+            length = 1
+        else:
+            async for _ in stream:
+                pass
+    except RuntimeError:
+        length -= 1
+    early = call.early if isinstance(engine, VLLM) and length == 1 else call.samples
+    lengths = [length] * early + [0] * (call.samples - early)
+    return [(call.id, one, call.way != "end") for one in lengths]
+
+
 @pytest.mark.parametrize("seed", range(24))
 async def test_a_sequence_counts_in_the_capture_where_it_ends(seed: int) -> None:
     """From before or not, whole, aborted, cancelled or failed: with its id,
@@ -130,39 +156,25 @@ async def test_a_sequence_counts_in_the_capture_where_it_ends(seed: int) -> None
     sums = reporter_of(log)._sums()  # type: ignore[attr-defined]
     (watch_vllm if seed % 2 == 0 else watch_manager)(engine, log)
     calls = [draw(chance, number) for number in range(8)]
-    streams = {call.id: engine.send(call) for call in calls}
-    for call in calls:
-        for _ in range(call.samples if call.streams and seed % 2 else 1):
-            await anext(streams[call.id])
-    right: list[tuple[str, int, bool]] = []
-    for phase in range(3):
-        if phase == 1:
-            log.begin(None)
-        for call in [call for call in calls if call.phase == phase]:
-            stream, length = streams[call.id], call.tokens
-            try:
-                if call.way == "close":
-                    await stream.aclose()
-                    length = 1
-                else:
-                    async for _ in stream:
-                        pass
-            except RuntimeError:
-                length -= 1
-            if phase == 1:
-                early = call.early if seed % 2 == 0 and length == 1 else call.samples
-                lengths = [length] * early + [0] * (call.samples - early)
-                right += [(call.id, one, call.way != "end") for one in lengths]
-        if phase == 1:
-            noted = log.end()
-            late = [call for call in calls if call.phase == 2]
-            assert len(log.pending_since_ns) == len(late)
+    streams = {call.id: await begun(call, engine) for call in calls}
+
+    async def end(phase: int) -> list[tuple[str, int, bool]]:
+        each = [
+            await ended(call, streams[call.id], engine) for call in calls if call.phase == phase
+        ]
+        return [sequence for sequences in each for sequence in sequences]
+
+    await end(0)
+    log.begin(None)
+    right = await end(1)
+    noted = log.end()
+    assert len(log.pending_since_ns) == sum(call.phase == 2 for call in calls)
+    await end(2)
     assert sorted((one.id, one.response_tokens, one.failed) for one in noted) == sorted(right)
     assert all(one.begin_ns <= one.first_token_ns <= one.end_ns for one in noted)
-    [total] = [
-        total for total in sums[0].spans.of_steps([(0, 1 << 62)], 0)[0] if total.name == "generate"
-    ]
-    assert total.runs == sum(call.samples for call in calls)
+    totals = sums[0].spans.of_steps([(0, 1 << 62)], 0)[0]
+    [runs] = [total.runs for total in totals if total.name == "generate"]
+    assert runs == sum(call.samples for call in calls)
     assert not sums[0].open
 
 

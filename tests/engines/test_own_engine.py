@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from example_loops import read_trace
+from step_folders import spans_by_lane
 
 from tests.engines.example_engine import OwnServer
 from verl_profiling import ProfilingCallback
@@ -15,6 +15,7 @@ from verl_profiling.analysis import CapturedStep
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.files.run_files import read_manifest
+from verl_profiling.manifest import CaptureResult
 from verl_profiling.steps.inputs import find_steps
 
 LENGTHS = ((2, 5, 9), (3, 40))
@@ -45,6 +46,16 @@ def roll_out(config: dict[str, Any], servers: list[Any]) -> None:
     callback.on_train_end()
 
 
+def has_answered(worker: CaptureResult, lengths: tuple[int, ...]) -> None:
+    """Check that the requests of a replica are those that it answered, with their lengths."""
+    answered = [noted for noted in worker.requests if not noted.failed]
+    assert sorted(noted.response_tokens for noted in answered) == list(lengths)
+    assert {(noted.prompt_tokens, noted.replica) for noted in answered} == {
+        (4, worker.identity.replica)
+    }
+    assert all(noted.begin_ns < noted.first_token_ns < noted.end_ns for noted in answered)
+
+
 @pytest.mark.parametrize(
     ("settings", "artifact"),
     [
@@ -73,12 +84,7 @@ def test_replicas_tail_and_requests_are_in_report_and_timeline(
     manifest = read_manifest(folder)
     assert [worker.name for worker in manifest.workers] == ["rollout0", "rollout1"]
     for worker, lengths in zip(manifest.workers, LENGTHS, strict=True):
-        answered = [noted for noted in worker.requests if not noted.failed]
-        assert sorted(noted.response_tokens for noted in answered) == list(lengths)
-        assert {(noted.prompt_tokens, noted.replica) for noted in answered} == {
-            (4, worker.identity.replica)
-        }
-        assert all(noted.begin_ns < noted.first_token_ns < noted.end_ns for noted in answered)
+        has_answered(worker, lengths)
     [failed] = [noted for noted in manifest.workers[1].requests if noted.failed]
     assert (failed.prompt_tokens, failed.response_tokens, failed.first_token_ns) == (2, 0, 0)
 
@@ -88,18 +94,12 @@ def test_replicas_tail_and_requests_are_in_report_and_timeline(
     assert report.tail.last_finish_us > report.tail.median_finish_us
     expected = [f"rollout{replica}_rank0" for replica in range(2)] if artifact else []
     assert [row.name for row in report.workers if row.replica is not None] == expected
-    if artifact:
-        assert all((folder / f"{lane}{artifact}").is_file() for lane in expected)
+    assert all((folder / f"{lane}{artifact}").is_file() for lane in expected)
 
     assert main(["merge", str(folder)]) == 0
-    events = read_trace(folder / "timeline.json.gz")["traceEvents"]
-    lanes = {
-        e["pid"]: e["args"]["name"]
-        for e in events
-        if e["ph"] == "M" and e["name"] == "process_name"
-    }
-    drawn = [lanes[e["pid"]] for e in events if e["name"].startswith("request (")]
-    assert (drawn.count("rollout0 requests"), drawn.count("rollout1 requests")) == (3, 3)
+    lanes = spans_by_lane(folder / "timeline.json.gz")
+    for lane in ("rollout0", "rollout1"):
+        assert sum(event["name"].startswith("request (") for event in lanes[lane]) == 3
 
 
 async def test_a_server_that_is_not_profiled_answers_all_the_same(session: Session) -> None:

@@ -43,67 +43,75 @@ PROGRAMS = st.lists(OPERATIONS, max_size=30).map(
 )
 
 
+class Machine:
+    """A host and its streams: what they do of a program, and when (us)."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self.now = self.own = 100.0
+        self.number = 0
+        self.free = dict.fromkeys(STREAMS, 0.0)
+        self.events: list[dict[str, Any]] = []
+
+    def event(
+        self, category: str, name: str, thread: int, begin: float, end: float, **args: object
+    ) -> None:
+        pid = 50 if category == "cuda_runtime" else 0
+        place = {"ph": "X", "pid": pid, "cat": category, "name": name, "tid": thread}
+        args["correlation"] = self.number
+        self.events.append({**place, "ts": begin, "dur": end - begin, "args": args})
+
+    def call(self, name: str, end: float) -> None:
+        self.event("cuda_runtime", name, 1, self.now, end)
+        self.now = end
+
+    def on_stream(self, category: str, stream: int, name: str, took: float) -> None:
+        begin = max(self.now + LATENCY, self.free[stream])
+        self.free[stream] = begin + took * (self.factor if name == "gemm" else 1)
+        self.event(category, name, stream, begin, self.free[stream])
+
+    def launch(self, stream: int, name: str, took: float) -> None:
+        self.on_stream("kernel", stream, name, took)
+        self.own += CALL
+        self.call("cudaLaunchKernel", self.now + CALL)
+
+    def copy(self, stream: int, name: str, took: float) -> None:
+        self.on_stream("gpu_memcpy", stream, name, took)
+        self.own += RETURN
+        self.call("cudaMemcpyAsync", self.free[stream] + RETURN)
+
+    def code(self, took: float) -> None:
+        self.now += took
+        self.own += took
+
+    def synchronize(self, stream: int) -> None:
+        waited = [*self.free.values()] if stream < 0 else [self.free[stream]]
+        begin, end = self.now, max([self.now, *waited]) + RETURN
+        self.call("cudaDeviceSynchronize" if stream < 0 else "cudaStreamSynchronize", end)
+        kind = "Context Sync" if stream < 0 else "Stream Sync"
+        self.event("cuda_sync", kind, stream, begin, end, stream=stream)
+        self.own += RETURN
+
+    def wait(self, stream: int, other: int) -> None:
+        begin, end = self.now, self.now + 1
+        self.call("cudaStreamWaitEvent", end)
+        on = {"stream": stream, "wait_on_stream": other}
+        self.event("cuda_sync", "Stream Wait Event", stream, begin, end, **on)
+        self.free[stream] = max(self.free[stream], self.free[other])
+        self.own += 1
+
+
 def run(program: Sequence[tuple], factor: float = 1.0) -> tuple[list[dict[str, Any]], float, float]:
     """Return the events of a program, the span of its kernels,
     and the end of the host's own code (us).
     """
-    now, own, number, events = 100.0, 100.0, 0, []
-    free = dict.fromkeys(STREAMS, 0.0)
-
-    def event(
-        category: str, name: str, thread: int, begin: float, end: float, **args: object
-    ) -> None:
-        place = {"ph": "X", "pid": 0 if category in ("kernel", "gpu_memcpy", "cuda_sync") else 50}
-        place |= {"cat": category, "name": name, "tid": thread}
-        events.append(
-            {**place, "ts": begin, "dur": end - begin, "args": {**args, "correlation": number}}
-        )
-
+    machine = Machine(factor)
     for what, *about in program:
-        number += 1
-        if what in ("launch", "copy"):
-            stream, name, took = about
-            begin = max(now + LATENCY, free[stream])
-            free[stream] = begin + took * (factor if name == "gemm" else 1)
-            event("kernel" if what == "launch" else "gpu_memcpy", name, stream, begin, free[stream])
-            end, own = now + CALL, own + CALL
-            if what == "copy":
-                end, own = free[stream] + RETURN, own - CALL + RETURN
-            event(
-                "cuda_runtime",
-                "cudaLaunchKernel" if what == "launch" else "cudaMemcpyAsync",
-                1,
-                now,
-                end,
-            )
-            now = end
-        elif what == "code":
-            now, own = now + about[0], own + about[0]
-        elif what == "synchronize":
-            (stream,) = about
-            name = "cudaDeviceSynchronize" if stream < 0 else "cudaStreamSynchronize"
-            end = max([now, *(free[each] for each in STREAMS if stream in (-1, each))]) + RETURN
-            event("cuda_runtime", name, 1, now, end)
-            kind = "Context Sync" if stream < 0 else "Stream Sync"
-            event("cuda_sync", kind, stream, now, end, stream=stream)
-            now, own = end, own + RETURN
-        else:
-            stream, other = about
-            event("cuda_runtime", "cudaStreamWaitEvent", 1, now, now + 1)
-            event(
-                "cuda_sync",
-                "Stream Wait Event",
-                stream,
-                now,
-                now + 1,
-                stream=stream,
-                wait_on_stream=other,
-            )
-            free[stream] = max(free[stream], free[other])
-            now, own = now + 1, own + 1
-    kernels = [one for one in events if one["cat"] in ("kernel", "gpu_memcpy")]
+        machine.number += 1
+        getattr(machine, what)(*about)
+    kernels = [one for one in machine.events if one["cat"] in ("kernel", "gpu_memcpy")]
     span = max(one["ts"] + one["dur"] for one in kernels) - min(one["ts"] for one in kernels)
-    return events, span, own - 100.0 - CALL
+    return machine.events, span, machine.own - 100.0 - CALL
 
 
 def write(folder: Path, events: Sequence[dict[str, Any]]) -> Path:

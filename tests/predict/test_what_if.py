@@ -13,6 +13,7 @@ import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from quiet_steps import with_stages
 from step_folders import read_events, rewrite, rewrite_worker
 from step_outcome import printed
 
-from verl_profiling.analysis import open_step
+from verl_profiling.analysis import CapturedStep, open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.run_files import read_manifest
@@ -49,8 +50,22 @@ def path_of(found: Prediction) -> list[tuple[str, str, str, float]]:
     ]
 
 
+def predicted_s(step: CapturedStep, **changes: Any) -> float:
+    """Return how long a step is predicted to take (s), for comparisons."""
+    return pytest.approx(step.what_if(**changes).predicted_us / 1e6)
+
+
 def slack_of(found: Prediction) -> dict[tuple[str, str], float]:
     return {(row.stage, row.who): pytest.approx(row.slack_us / 1e6) for row in found.slack}
+
+
+def drawn(
+    folder: Path, log: DrawnLog, stages: Sequence[Any], *more: Any, **end: Any
+) -> CapturedStep:
+    """Draw a step with trajectories."""
+    drawn_inputs(folder, stages, *(more or [[]]), **end)
+    log.add_to(folder)
+    return open_step(folder)
 
 
 def synchronous(folder: Path) -> None:
@@ -124,9 +139,7 @@ def test_the_ranked_list_predicts_what_each_option_predicts(tmp_path: Path) -> N
         log.trajectory(0.2, 3 + number / 10, ("tool:web search", 1, 2.41))
     blocking = log.trajectory(0.2, 3)
     log.block(1.4, 2.4, log.span("tool:my sandbox", 1.4, 2.4, blocking), "agent.run (agent.py:7)")
-    drawn_inputs(tmp_path, [("rollout", 0, 4.1), ("update_actor", 5, 9)], [])
-    log.add_to(tmp_path)
-    step = open_step(tmp_path)
+    step = drawn(tmp_path, log, [("rollout", 0, 4.1), ("update_actor", 5, 9)])
     for row in step.what_if().what_would_help:
         option, value = shlex.split(row.option)
         name, _, number = value.partition("=")
@@ -255,7 +268,7 @@ def test_stages_of_two_tasks_of_the_loop_run_side_by_side(tmp_path: Path) -> Non
     found = open_step(tmp_path).what_if()
     assert path_of(found)[0] == ("rollout", "controller", "own code", 6.0)
     assert slack_of(found)["update_actor", "controller"] == 1.0
-    assert open_step(tmp_path).what_if(scale={"rollout": 0}).predicted_us == pytest.approx(9e6)
+    assert predicted_s(open_step(tmp_path), scale={"rollout": 0}) == 9
 
 
 def agents(folder: Path, ends: Sequence[float] = (3.0, 3.5, 4.0, 8.0)) -> None:
@@ -292,8 +305,8 @@ def test_a_faster_tool_and_a_rollout_without_its_tail(tmp_path: Path) -> None:
     ]
     both = step.what_if(tools={"search": 0.25}, scale={"rollout": 0.5})
     assert both.predicted_us == pytest.approx((0.25 + 3 + 0.25 + 0.25 + 0.1 + 1.8) * 1e6)
-    assert step.what_if(no_tail=75).predicted_us == pytest.approx(6e6)
-    assert step.what_if(no_tail=50, tools={"search": 1.0}).predicted_us == pytest.approx(5.5e6)
+    assert predicted_s(step, no_tail=75) == 6
+    assert predicted_s(step, no_tail=50, tools={"search": 1.0}) == 5.5
     assert step.what_if(no_tail=75, tools={"search": 0.25}).predicted_us <= quick.predicted_us
     for wrong in ({"tools": {"serch": 1.0}}, {"scale": {"train": 0.5}}, {"balance": ["rollout"]}):
         with pytest.raises(ConfigError, match="the step has no"):
@@ -341,7 +354,7 @@ def test_a_faster_tool_brings_nothing_or_a_whole_interval(
     tmp_path: Path, changes: dict, seconds: float
 ) -> None:
     polling(tmp_path, [3, 5.0])
-    assert open_step(tmp_path).what_if(**changes).predicted_us == pytest.approx(seconds * 1e6)
+    assert predicted_s(open_step(tmp_path), **changes) == seconds
 
 
 def test_after_a_change_of_the_polls_they_are_twice_as_often(tmp_path: Path) -> None:
@@ -374,10 +387,10 @@ def test_requests_wait_for_an_engine_that_serves_one_at_a_time(
     drawn_inputs(tmp_path, [("rollout", 0, 7.2)], [Worker("rollout", replica=0, requests=requests)])
     log.add_to(tmp_path)
     step = open_step(tmp_path)
-    assert step.what_if().predicted_us == pytest.approx(10e6)
+    assert predicted_s(step) == 10
     served = [who for _, who, kind, _ in path_of(step.what_if()) if kind in ("generate", "decode")]
     assert served == [f"agent_loop_rank0 g.{number}" for number in ((2,) if overlap else (0, 1, 2))]
-    assert step.what_if(tools={"search": 4.0}).predicted_us == pytest.approx(seconds * 1e6)
+    assert predicted_s(step, tools={"search": 4.0}) == seconds
 
 
 def test_requests_that_enter_a_queue_together_keep_their_order(tmp_path: Path) -> None:
@@ -391,14 +404,12 @@ def test_requests_that_enter_a_queue_together_keep_their_order(tmp_path: Path) -
         log.span("generate", sent, end, number, request=f"0-{number}")
     log.span("tool:search", 5, 9, 0)
     stages = [("rollout", 0, 9), ("update_actor", 9, 13)]
-    drawn_inputs(tmp_path, stages, [Worker("rollout", replica=0, requests=requests)], end=14.0)
-    log.add_to(tmp_path)
-    step = open_step(tmp_path)
-    assert step.what_if().predicted_us == pytest.approx(14e6)
+    step = drawn(tmp_path, log, stages, [Worker("rollout", replica=0, requests=requests)], end=14.0)
+    assert predicted_s(step) == 14
     for factor in (1.1, 1.000001, 0.999999, 0.99, 0.9, 0.5):
         predicted = step.what_if(scale={"rollout": factor}).predicted_us
         assert predicted == pytest.approx((5 + 9 * factor) * 1e6)
-    assert step.what_if(steps_ahead=1).predicted_us == pytest.approx(9e6)
+    assert predicted_s(step, steps_ahead=1) == 9
 
 
 def test_a_tool_takes_its_spans_along_and_leaves_other_calls(tmp_path: Path) -> None:
@@ -411,13 +422,11 @@ def test_a_tool_takes_its_spans_along_and_leaves_other_calls(tmp_path: Path) -> 
     log.span("sandbox:command", 2.1, 3.9, number, outer)
     log.span("tool:search", 2.5, 3.1, number)
     log.trajectory(-7, 3.3, ("tool:search", -7, 3.3))
-    drawn_inputs(tmp_path, [("rollout", 0, 5), ("update_actor", 5, 6)], [], end=6.0)
-    log.add_to(tmp_path)
-    step = open_step(tmp_path)
-    assert step.what_if(tools={"sandbox": 1.8}).predicted_us == pytest.approx(5.8e6)
-    assert step.what_if(tools={"sandbox": 0.1}).predicted_us == pytest.approx(4.8e6)  # after search
-    assert step.what_if(tools={"search": 1.2}).predicted_us == pytest.approx(6e6)
-    assert step.what_if(tools={"search": 3.0}).predicted_us == pytest.approx(7e6)
+    step = drawn(tmp_path, log, [("rollout", 0, 5), ("update_actor", 5, 6)], end=6.0)
+    assert predicted_s(step, tools={"sandbox": 1.8}) == 5.8
+    assert predicted_s(step, tools={"sandbox": 0.1}) == 4.8  # after search
+    assert predicted_s(step, tools={"search": 1.2}) == 6
+    assert predicted_s(step, tools={"search": 3.0}) == 7
     faster = step.what_if(tools={"search": 0.1})
     assert faster.notes[0].startswith("extrapolated: calls of search took 600 ms to 10.3 s")
     (saved,) = (
@@ -430,9 +439,7 @@ def test_only_a_name_of_its_own_is_a_change_to_try(tmp_path: Path) -> None:
     log = DrawnLog()
     log.trajectory(0.5, 8, ("(all others)", 0.5, 4), ("tool:search", 4, 8))
     log.trajectory(0.5, 7, ("tool:sandbox", 1, 7))
-    drawn_inputs(tmp_path, [("rollout", 0, 8.2)], [])
-    log.add_to(tmp_path)
-    step = open_step(tmp_path)
+    step = drawn(tmp_path, log, [("rollout", 0, 8.2)])
     options = [row.option for row in step.what_if().what_would_help]
     assert [option for option in options if "--tools" in option] == ["--tools search=0.5x"]
     with pytest.raises(ConfigError, match="choose from: sandbox, search"):
@@ -465,13 +472,11 @@ def test_loop_lag_goes_with_the_tool_that_blocks_the_loop(tmp_path: Path) -> Non
     assert ("rollout", "agent_loop_rank0 g.1", "loop lag by tool:sandbox", 2.0) in path_of(
         step.what_if()
     )
-    assert step.what_if(tools={"sandbox": 1.0}).predicted_us == pytest.approx(9e6)
+    assert predicted_s(step, tools={"sandbox": 1.0}) == 9
     beside = step.what_if(unblock=["sandbox"])  # the search takes 1 s, the sandbox 2 s
     assert beside.predicted_us == pytest.approx(9e6)
     assert beside.changes == ["--unblock sandbox"]
-    assert step.what_if(unblock=["sandbox"], tools={"sandbox": 1.0}).predicted_us == pytest.approx(
-        8e6
-    )
+    assert predicted_s(step, unblock=["sandbox"], tools={"sandbox": 1.0}) == 8
     tried = {row.option: row.difference_us for row in step.what_if().what_would_help}
     assert tried["--unblock sandbox"] == pytest.approx(-1e6)
     with pytest.raises(
@@ -532,11 +537,11 @@ def test_the_time_of_the_capture_itself_is_not_scaled(tmp_path: Path) -> None:
         ("update_actor", "actor_rank0", "work", 2.0),
         (CAPTURE_CALLS, "controller", "capture", 0.5),
     ]
-    assert step.what_if(scale={"update_actor": 0.5}).predicted_us == pytest.approx(9e6)
+    assert predicted_s(step, scale={"update_actor": 0.5}) == 9
     rewrite_worker(tmp_path, "actor_rank0", stages=[])
     step = open_step(tmp_path)
     assert ("update_actor", "controller", "own code", 2.0) in path_of(step.what_if())
-    assert step.what_if(scale={"update_actor": 0}).predicted_us == pytest.approx(8e6)
+    assert predicted_s(step, scale={"update_actor": 0}) == 8
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -635,7 +640,7 @@ def test_the_time_of_the_capture_is_known_in_an_spmd_program(tmp_path: Path) -> 
     rewrite_worker(tmp_path, "actor_rank0", process=rank0)
     step = open_step(tmp_path)
     assert path_of(step.what_if())[1] == (CAPTURE_CALLS, "actor_rank0", "capture", 0.5)
-    assert step.what_if(scale={"update_actor": 0.5}).predicted_us == pytest.approx(9e6)
+    assert predicted_s(step, scale={"update_actor": 0.5}) == 9
 
 
 def test_a_worker_without_stages_leaves_the_time_to_the_loop(tmp_path: Path) -> None:
@@ -760,7 +765,7 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     step = open_step(tmp_path)
     found = step.what_if(tools={"search": np.float32(0.25)}, scale={"rollout": np.float64(1)})
     assert found.predicted_us == pytest.approx(9.25e6)
-    assert step.what_if(steps_ahead=np.int64(1)).predicted_us == pytest.approx(8.2e6)
+    assert predicted_s(step, steps_ahead=np.int64(1)) == 8.2
 
 
 def test_changes_are_said_as_they_were_given(tmp_path: Path) -> None:
@@ -851,9 +856,7 @@ def test_a_rollout_that_ends_beside_the_training_is_waited_for_once_it_is_longer
     log.trajectory(1, 5, ("generate", 1, 5))
     stages = [("wait:rollout", 0, 0.001), ("update_weights", 0.001, 1), ("rollout", 1, 10)]
     workers = [Worker("actor", stages=[("update_actor", 1.2, 9.4)], kernels=WORKS)]
-    drawn_inputs(tmp_path, [*stages, ("update_actor", 1.1, 9.5)], workers)
-    log.add_to(tmp_path)
-    step = open_step(tmp_path)
+    step = drawn(tmp_path, log, [*stages, ("update_actor", 1.1, 9.5)], workers)
     found = step.what_if()
     assert "rollout" not in {row.stage for row in found.path}
     assert found.what_would_help[0].option == "--scale update_actor=0.5"
@@ -886,11 +889,9 @@ def test_a_wait_for_a_rollout_without_end_follows_the_trajectories_that_end_in_i
     log.trajectory(0.2, 2.9, ("generate", 0.2, 2.9))
     log.trajectory(1, 5, ("generate", 1, 5))
     stages = [("rollout", 0, 10), ("wait:rollout", 0, 3), ("update_actor", 3.1, 9.5)]
-    drawn_inputs(
-        tmp_path, stages, [Worker("actor", stages=[("update_actor", 3.2, 9.4)], kernels=WORKS)]
+    step = drawn(
+        tmp_path, log, stages, [Worker("actor", stages=[("update_actor", 3.2, 9.4)], kernels=WORKS)]
     )
-    log.add_to(tmp_path)
-    step = open_step(tmp_path)
     found = step.what_if()
     rows = [(stage, who, seconds) for stage, who, _, seconds in path_of(found)]
     assert ("rollout", "agent_loop_rank0 g.1", 2.7) in rows
@@ -920,7 +921,7 @@ def test_steps_that_alternate_are_predicted_by_the_one_between(tmp_path: Path) -
     engines = [Worker("rollout", replica=0, stages=[("rollout", -4, 1.3), ("rollout", 3, 14)])]
     stages = [("rollout", 0, 1.4), ("update_actor", 1.5, 8.5), ("mini", 0.8, 2.5, 1)]
     drawn_inputs(tmp_path, stages, engines)
-    assert open_step(tmp_path).what_if(scale={"mini": 0.3}).predicted_us == pytest.approx(9.405e6)
+    assert predicted_s(open_step(tmp_path), scale={"mini": 0.3}) == 9.405
 
 
 def test_a_note_says_that_the_steps_differ(tmp_path: Path) -> None:

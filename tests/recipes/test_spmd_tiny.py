@@ -12,8 +12,24 @@ from reader import run_module
 from verl_profiling.cli import main
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.files.watch_log import WatchLogReader
+from verl_profiling.manifest import Manifest
 
 pytest.importorskip("hydra", reason="hydra-core is not installed; `make env` builds an environment")
+
+
+STAGES = ["rollout", "reward", "update_actor"]
+
+
+def has_both_ranks(manifest: Manifest, mode: str) -> None:
+    """Check that both ranks recorded a step whole."""
+    assert [(worker.name, worker.status, worker.mode) for worker in manifest.workers] == [
+        ("actor_rank0", "ok", mode),
+        ("actor_rank1", "ok", mode),
+    ]
+    statuses = [artifact.status for worker in manifest.workers for artifact in worker.artifacts]
+    assert statuses == ["ok"] * (2 if mode == "e2e" else 4)
+    assert [span.name for span in manifest.stages] == STAGES
+    assert manifest.notes == []
 
 
 @pytest.mark.timeout(200)
@@ -35,20 +51,11 @@ def test_both_ranks_are_in_each_step(
     assert rewards[-1] > rewards[0], "it learns"
     run = tmp_path / "profiling"
     for step in (2, 3):
-        manifest = read_manifest(run / f"step_{step:06d}")
-        assert [(worker.name, worker.status, worker.mode) for worker in manifest.workers] == [
-            ("actor_rank0", "ok", mode),
-            ("actor_rank1", "ok", mode),
-        ]
-        artifacts = [artifact for worker in manifest.workers for artifact in worker.artifacts]
-        assert [artifact.status for artifact in artifacts] == ["ok"] * (2 if mode == "e2e" else 4)
-        assert [span.name for span in manifest.stages] == ["rollout", "reward", "update_actor"]
-        assert manifest.notes == []
-    summaries = {summary.step: summary for summary in WatchLogReader(run).read()}
-    assert list(summaries) == [1, 2, 3, 4]
-    for summary in summaries.values():
-        stages = ["rollout", "reward", "update_actor"]
-        assert [row.name for row in summary.exposed if row.name] == stages, "of all ranks"
+        has_both_ranks(read_manifest(run / f"step_{step:06d}"), mode)
+    summaries = WatchLogReader(run).read()
+    assert [summary.step for summary in summaries] == [1, 2, 3, 4]
+    for summary in summaries:
+        assert [row.name for row in summary.exposed if row.name] == STAGES, "of all ranks"
         assert [(memory.role, memory.processes) for memory in summary.memory] == [("actor", 2)]
     assert main(["check", str(run)]) == 0
     capsys.readouterr()

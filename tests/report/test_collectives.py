@@ -77,40 +77,45 @@ def test_calls_of_one_collective_count_once_where_they_match(tmp_path: Path) -> 
     assert any(note.startswith("1 of 3 runs of collectives fit no run") for note in report.notes)
 
 
+def drawn_calls(
+    drawn: random.Random,
+) -> tuple[list[list[float]], list[Sequence[int]], list[list[Kernel]]]:
+    """Return how early each rank enters each call (s), the calls that it recorded, and these."""
+    size, count = drawn.randint(2, 4), drawn.randint(8, 30)
+    lost = drawn.choice(("first", "last", "hole", "both", ""))
+    period = drawn.choice((0.0, drawn.uniform(0.01, 0.05)))  # without: calls at irregular times
+    ends = [at * period + 0.1 for at in range(count)]
+    if not period:
+        ends = [at * 0.05 + drawn.uniform(0, 0.01) + 0.1 for at in range(count)]
+    late = [[drawn.uniform(0.001, 0.009) for _ in ends] for _ in range(size)]
+    for at in range(count):
+        late[drawn.randrange(size)][at] = 0.0005  # the last one to enter
+    cut: dict[str, Sequence[int]] = {"first": range(1, count), "last": range(count - 2)}
+    cut[""] = range(count)
+    cut["hole"] = [*range(count // 3), *range(count // 2, count)]
+    cut["both"] = range(later := drawn.randint(1, count * 3 // 4), count)
+    rest = range(count - later) if lost == "both" else range(count)
+    kept = [*[rest] * (size - 1), cut[lost]]
+    group = list(range(size))
+    kernels = [
+        [in_group((REDUCE, ends[at] - own[at], ends[at]), group) for at in recorded]
+        for recorded, own in zip(kept, late, strict=True)
+    ]
+    return late, kept, kernels
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_calls_match_by_order_and_end(tmp_path: Path, seed: int) -> None:
     """Ranks wait as long as drawn, though profilers begin late, end early or have holes."""
     drawn = random.Random(seed)
-    size, count, lost = (
-        drawn.randint(2, 4),
-        drawn.randint(8, 30),
-        drawn.choice(("first", "last", "hole", "both", "")),
-    )
-    period = drawn.choice((0.0, drawn.uniform(0.01, 0.05)))  # without: calls at irregular times
-    ends = [
-        at * (period or 0.05) + drawn.uniform(0, 0.01 if not period else 0) + 0.1
-        for at in range(count)
-    ]
-    late = [[drawn.uniform(0.001, 0.009) for _ in ends] for _ in range(size)]
-    for at in range(count):
-        late[drawn.randrange(size)][at] = 0.0005  # the last one to enter
-    cut = {"first": range(1, count), "last": range(count - 2), "": range(count)}
-    cut["hole"] = [at for at in range(count) if not count // 3 <= at < count // 2]
-    cut["both"] = range(later := drawn.randint(1, count * 3 // 4), count)
-    rest = range(count - later) if lost == "both" else range(count)
-    kept = [cut[lost] if rank == size - 1 else rest for rank in range(size)]
-    common = [at for at in range(count) if all(at in own for own in kept)]
-    group = list(range(size))
-    kernels = [
-        [in_group((REDUCE, ends[at] - own[at], ends[at]), group) for at in kept[rank]]
-        for rank, own in enumerate(late)
-    ]
+    late, kept, kernels = drawn_calls(drawn)
     workers = [
         Worker(role, rank, kernels=own)
         for role in ("actor", "critic")
         for rank, own in enumerate(kernels)
     ]
     report = report_of(tmp_path, [("rollout", 0, 3)], workers, end=3)
+    common = set(kept[0]).intersection(*kept)
     waits = [sum(own[at] - min(other[at] for other in late) for at in common) for own in late]
     assert [row.waiting_us / 1e6 for row in report.workers] == pytest.approx(
         [*waits, *waits], abs=1e-6

@@ -27,44 +27,39 @@ class Engine:
         self.requests: list[tuple[float, float, int]] = []
 
     def run(self) -> None:
-        for _ in range(self.chance.randint(1, 3)):  # batches
-            begin = self.now()
-            left = [self.chance.randint(1, 12) for _ in range(self.chance.randint(1, 5))]
-            lengths, ends = list(left), [0.0] * len(left)
-            self.iterate(prompts=(10 - CACHED) * len(left), context=len(left))
-            made = [1] * len(left)
-            for number, length in enumerate(lengths):
-                ends[number] = self.now() if length == 1 else 0.0
-            while any(one < length for one, length in zip(made, lengths, strict=True)):
-                running = [
-                    number for number in range(len(lengths)) if made[number] < lengths[number]
-                ]
-                scheduled = new = prompts = 0
-                for number in running:
-                    interrupted = self.chance.random() < 0.15
-                    accepted = min(
-                        self.chance.randint(0, self.drafts), lengths[number] - made[number] - 1
-                    )
-                    lost = 10 + made[number] - 1 if interrupted else self.drafts - accepted
-                    if (
-                        interrupted and self.name == "SGLang"
-                    ):  # its prompt and response are one new prompt
-                        prompts += lost + 1
-                    else:
-                        scheduled += lost + 1 + (0 if interrupted else accepted)
-                    self.again += lost
-                    made[number] += 1 if interrupted else 1 + accepted
-                    new += 1
-                    if made[number] == lengths[number]:
-                        ends[number] = -1.0
-                self.iterate(scheduled, new, prompts)
-                ends = [self.now() if end < 0 else end for end in ends]
-            self.requests += [
-                (begin, end, length) for end, length in zip(ends, lengths, strict=True)
-            ]
-            if self.name == "vLLM":
-                self.empty += 1
-                self.add("execute_context_0(0)_generation_0(0)")
+        for _ in range(self.chance.randint(1, 3)):
+            self.serve([self.chance.randint(1, 12) for _ in range(self.chance.randint(1, 5))])
+
+    def serve(self, lengths: list[int]) -> None:
+        """Generate a batch of responses."""
+        begin = self.now()
+        self.iterate(prompts=(10 - CACHED) * len(lengths), context=len(lengths))
+        made, ends = [1] * len(lengths), [self.now()] * len(lengths)
+        while running := [at for at, length in enumerate(lengths) if made[at] < length]:
+            scheduled = prompts = 0
+            for at in running:
+                count, computed, is_prompt = self.advance(made[at], lengths[at])
+                made[at] += count
+                if is_prompt:
+                    prompts += computed
+                else:
+                    scheduled += computed
+            self.iterate(scheduled, len(running), prompts)
+            for at in running:
+                ends[at] = self.now()
+        self.requests += [(begin, end, length) for end, length in zip(ends, lengths, strict=True)]
+        if self.name == "vLLM":
+            self.empty += 1
+            self.add("execute_context_0(0)_generation_0(0)")
+
+    def advance(self, made: int, length: int) -> tuple[int, int, bool]:
+        """Return how many tokens a response gets, how many are computed, and if as a prompt."""
+        accepted = min(self.chance.randint(0, self.drafts), length - made - 1)
+        if self.chance.random() < 0.15:  # interrupted: its prompt and response are computed again
+            self.again += 9 + made
+            return 1, 10 + made, self.name == "SGLang"
+        self.again += self.drafts - accepted
+        return 1 + accepted, 1 + self.drafts, False
 
     def now(self) -> float:
         return len(self.iterations) * TICK

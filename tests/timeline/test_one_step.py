@@ -18,6 +18,7 @@ from verl_profiling.errors import ConfigError
 from verl_profiling.integrations.verl.profiler import log_reports
 from verl_profiling.manifest import MANIFEST_NAME, MAX_NS, StepSpan
 from verl_profiling.report.html import render_html
+from verl_profiling.report.model import Report
 from verl_profiling.steps.read import Content, read_step
 from verl_profiling.steps.step import StepInputs
 
@@ -48,47 +49,47 @@ def capture(folder: Path, steps: list[StepSpan] = STEPS) -> Path:
     return folder
 
 
-def test_each_step_has_its_own_numbers(tmp_path: Path) -> None:
-    first, second = load_reports(capture(tmp_path))
-    assert [(r.step, r.policy_version, r.span_us) for r in (first, second)] == [
-        (2, 1, 5e6),
-        (3, 2, 2e6),
-    ]
-    assert [
-        (row.name, row.begin_us, row.duration_us) for row in second.stages if row.duration_us
-    ] == [
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
+    return load_reports(capture(tmp_path_factory.mktemp("captured")))
+
+
+def test_each_step_has_its_own_stages(reports: list[Report]) -> None:
+    found = [(one.step, one.policy_version, one.span_us) for one in reports]
+    assert found == [(2, 1, 5e6), (3, 2, 2e6)]
+    around = [[(row.name, row.duration_us) for row in one.around_the_step] for one in reports]
+    assert around == [[("validate", 3e6)], []]
+    for report in reports:
+        assert sum(row.share for row in report.stages if row.depth == 0) == pytest.approx(1.0)
+        assert "validate" not in {row.name for row in report.stages}
+    stages = [(row.name, row.begin_us, row.duration_us) for row in reports[1].stages]
+    assert [row for row in stages if row[2]] == [
         ("rollout", 0.0, 1e6),
         ("update_actor", 1e6, 1e6),
     ]
-    assert [
-        [(row.name, row.duration_us) for row in r.around_the_step] for r in (first, second)
-    ] == [
-        [("validate", 3e6)],
-        [],
-    ]
-    for report in (first, second):
-        assert sum(row.share for row in report.stages if row.depth == 0) == pytest.approx(1.0)
-        assert "validate" not in {row.name for row in report.stages}
-    assert [r.tail.requests for r in (first, second)] == [1, 2]
-    assert [r.tail.last_finish_us for r in (first, second)] == [3e6, 0.5e6]
-    assert [[row.requests for row in r.replicas] for r in (first, second)] == [[1], [2]]
-    assert [(r.throughput.tokens, r.throughput.tokens_per_s) for r in (first, second)] == [
-        (500.0, 100.0),
-        (640.0, 320.0),
-    ]
-    assert [r.metrics for r in (first, second)] == [{"tokens": 500.0}, {"tokens": 640.0}]
-    assert [[row.busy_us for row in r.workers] for r in (first, second)] == [
-        [1e6, 3e6],
-        [1e6, 0.5e6],
-    ]
-    assert [[row.iterations for row in r.engines] for r in (first, second)] == [[1], [1]]
-    for report in (first, second):
+
+
+def test_each_step_has_its_own_requests(reports: list[Report]) -> None:
+    tails = [(one.tail.requests, one.tail.last_finish_us) for one in reports]
+    assert tails == [(1, 3e6), (2, 0.5e6)]
+    assert [[row.requests for row in one.replicas] for one in reports] == [[1], [2]]
+    assert [[row.iterations for row in one.engines] for one in reports] == [[1], [1]]
+    tokens = [(one.throughput.tokens, one.throughput.tokens_per_s) for one in reports]
+    assert tokens == [(500.0, 100.0), (640.0, 320.0)]
+    assert [one.metrics for one in reports] == [{"tokens": 500.0}, {"tokens": 640.0}]
+
+
+def test_each_step_has_its_own_work(reports: list[Report]) -> None:
+    busy = [[row.busy_us for row in one.workers] for one in reports]
+    assert busy == [[1e6, 3e6], [1e6, 0.5e6]]
+    for report in reports:
         for row in report.workers:
             assert row.span_us == report.span_us
             assert sum(row.lost_us.values()) == pytest.approx(row.idle_us + row.waiting_us)
-    assert {op.name: op.self_us for op in second.kernels} == {"gemm": 1e6, "attention": 0.5e6}
-    costs = [next(row for row in r.costs if row.worker == "actor_rank0") for r in (first, second)]
-    assert [(row.start_s, row.stop_s) for row in costs] == [(0.5, 0.0), (0.0, 3.0)]
+    kernels = {row.name: row.self_us for row in reports[1].kernels}
+    assert kernels == {"gemm": 1e6, "attention": 0.5e6}
+    costs = [{row.worker: (row.start_s, row.stop_s) for row in one.costs} for one in reports]
+    assert [each["actor_rank0"] for each in costs] == [(0.5, 0.0), (0.0, 3.0)]
 
 
 def test_validation_inside_of_a_step_is_no_rollout(tmp_path: Path) -> None:

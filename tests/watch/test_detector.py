@@ -7,7 +7,8 @@ from __future__ import annotations
 import math
 import pickle
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,33 +22,40 @@ from verl_profiling.watch.exposed import exposed
 from verl_profiling.watch.suspicion import Suspicion
 
 
+def noticed(detector: Detector, summaries: Iterable[StepSummary]) -> dict[int, Suspicion]:
+    """Let a detector see steps; return what it says, by step."""
+    each = {summary.step: detector.observe(summary) for summary in summaries}
+    return {step: found for step, found in each.items() if found}
+
+
 def quiet(detector: Detector, steps: int = 30, first: int = 1) -> int:
     """Let a detector see quiet steps; return the number of the next."""
-    for step in range(first, first + steps):
-        assert detector.observe(summary(step)) is None
+    assert not noticed(detector, map(summary, range(first, first + steps)))
     return first + steps
 
 
-def twice(detector: Detector, *summaries: StepSummary) -> Suspicion | None:
-    """Let a detector see two steps; return what is noticed in the second,
-    and nothing in the first.
-    """
-    first, second = summaries
-    assert detector.observe(first) is None
-    return detector.observe(second)
+def settled() -> Detector:
+    """Return a detector that has seen the quiet steps 1 to 30."""
+    detector = Detector(Anomaly())
+    quiet(detector)
+    return detector
 
 
 def slow_twice(detector: Detector, step: int, **given: Any) -> Suspicion | None:
-    """Let a detector see a step and the next, alike; return what it says of the second."""
-    return twice(detector, summary(step, **given), summary(step + 1, **given))
+    """Let a detector see a step and the next, alike; return what it says of the second alone."""
+    assert detector.observe(summary(step, **given)) is None
+    return detector.observe(summary(step + 1, **given))
+
+
+def lasting(stage: str, ratio: float, steps: Iterable[int]) -> list[StepSummary]:
+    """Return steps in each of which a stage is so many times as long."""
+    return [summary(step, longer(stage, ratio)) for step in steps]
 
 
 def test_a_slow_replica_is_noticed_in_its_second_step() -> None:
     """With the stage, the replica first, a healthy one to compare it with, and what was before."""
-    detector = Detector(Anomaly())
-    step = quiet(detector)
-    found = slow_twice(detector, step, slow={"rollout2_rank0": 2.5})
-    assert (found.sign, found.stage, found.noticed) == ("slow_stage", "rollout", step + 1)
+    found = slow_twice(settled(), 31, slow={"rollout2_rank0": 2.5})
+    assert (found.sign, found.stage, found.noticed) == ("slow_stage", "rollout", 32)
     assert found.suspects == ["rollout2_rank0"]
     assert found.peers == ["rollout1_rank0"]
     assert found.value == pytest.approx(1.2535)
@@ -62,107 +70,80 @@ def test_a_slow_replica_is_noticed_in_its_second_step() -> None:
 
 def test_a_step_that_is_slow_everywhere_is_a_slow_step() -> None:
     """No stage makes up half of the difference; the one that grew most is named."""
-    detector = Detector(Anomaly())
-    step = quiet(detector)
     times = {"rollout": 850.0, "reward": 180.0, "update_actor": 570.0, "update_weights": 190.0}
-    each = [detector.observe(summary(at, times)) for at in range(step, step + 8)]
-    [found] = [one for one in each if one is not None]
+    [found] = noticed(settled(), (summary(step, times) for step in range(31, 39))).values()
     assert (found.sign, found.stage, found.suspects) == ("slow_step", "rollout", [])
     assert found.reason.endswith("no process was longer there than the others")
 
 
 def test_a_host_that_is_busy_for_some_steps_is_no_news() -> None:
     """Engines, training ranks and the loop itself are slower at once: the fault of none of them."""
-    detector = Detector(Anomaly())
-    step = quiet(detector)
     busy = {stage: usual * 1.8 for stage, usual in USUAL.items()}
-    for at in range(step, step + 90):
-        assert detector.observe(summary(at, busy if at % 30 < 3 else USUAL)) is None
+    times = {step: busy if step % 30 < 3 else USUAL for step in range(31, 121)}
+    assert not noticed(settled(), map(summary, times, times.values()))
 
 
 def test_a_short_fault_hides_no_later_one() -> None:
     """Nor does a slow warm-up, which is in the past that is compared with."""
-    detector = Detector(Anomaly())
-    step = quiet(detector)
-    assert slow_twice(detector, step, times=longer("update_actor", 3)) is not None
-    assert detector.observe(summary(step + 2)) is None
-    lasting = [
-        detector.observe(summary(at, longer("update_actor", 2)))
-        for at in range(step + 3, step + 40)
-    ]
-    assert [at for at, each in enumerate(lasting) if each is not None] == [2]
-    noise, found = random.Random(7), []
-    detector = Detector(Anomaly(leader=None))
+    detector = settled()
+    assert slow_twice(detector, 31, times=longer("update_actor", 3)) is not None
+    assert detector.observe(summary(33)) is None
+    assert [*noticed(detector, lasting("update_actor", 2, range(34, 71)))] == [36]
+    noise, steps = random.Random(7), []
     for step in range(1, 40):
         slow = 3.0 if step <= 3 else 1.6 if step >= 30 else 1.0
         times = {
             name: usual * slow * noise.lognormvariate(0, 0.03) for name, usual in USUAL.items()
         }
-        found += [at.noticed for at in [detector.observe(summary(step, times))] if at is not None]
-    assert 30 < found[0] < 38
+        steps.append(summary(step, times))
+    assert 30 < min(noticed(Detector(Anomaly(leader=None)), steps)) < 38
 
 
 @pytest.mark.parametrize("window", [3, 4, 20])
 def test_a_first_step_that_warms_up_hides_no_fault(window: int) -> None:
     """It is ten times as long; half a window later a stage is three times as long."""
     detector = Detector(Anomaly(window=window))
-    assert (
-        detector.observe(summary(1, {stage: usual * 10 for stage, usual in USUAL.items()})) is None
-    )
+    times = {stage: usual * 10 for stage, usual in USUAL.items()}
+    assert detector.observe(summary(1, times)) is None
     step = quiet(detector, max(3, window // 2), first=2)
     assert slow_twice(detector, step, times=longer("update_actor", 3)) is not None
 
 
 def test_what_goes_on_is_noticed_once() -> None:
     """With who leads in it; a stage that stays slow becomes the usual."""
-    detector = Detector(Anomaly())
-    step = quiet(detector)
-    slow = {"rollout2_rank0": 2.5}
-    assert slow_twice(detector, step, slow=slow).suspects == ["rollout2_rank0"]
-    assert [detector.observe(summary(step + after, slow=slow)) for after in range(2, 12)] == [
-        None
-    ] * 10
-    detector = Detector(Anomaly())
-    step = quiet(detector)
-    found = [detector.observe(summary(at, longer("reward", 4))) for at in range(step, step + 40)]
-    assert [at for at, each in enumerate(found) if each is not None] == [1]
-    found = [
-        detector.observe(summary(at, longer("reward", 12))) for at in range(step + 40, step + 48)
-    ]
-    assert len([each for each in found if each is not None]) == 1
+    found = noticed(
+        settled(), (summary(step, slow={"rollout2_rank0": 2.5}) for step in range(31, 43))
+    )
+    assert {step: each.suspects for step, each in found.items()} == {32: ["rollout2_rank0"]}
+    detector = settled()
+    assert [*noticed(detector, lasting("reward", 4, range(31, 71)))] == [32]
+    assert len(noticed(detector, lasting("reward", 12, range(71, 79)))) == 1
 
 
 def test_what_is_usual_is_no_news() -> None:
     """Small stages that vary, a stage that begins after a warm-up of the critic."""
-    detector = Detector(Anomaly())
-    times = {**USUAL, "log": 2.0}
-    for step in range(1, 40):
-        assert (
-            detector.observe(summary(step, times if step % 3 else {**times, "log": 10.0})) is None
-        )
-    detector = Detector(Anomaly())
     critic = {stage: usual for stage, usual in USUAL.items() if stage != "update_actor"}
-    for step in range(1, 100):
-        assert detector.observe(summary(step, critic if step < 25 else USUAL)) is None
-    for stage, scale, noticed in (
-        ("rollout", 1e-4, False),
-        ("rollout", 1e-2, True),
-        ("", 1e-4, False),
+    for steps in (
+        [summary(step, {**USUAL, "log": 2.0 if step % 3 else 10.0}) for step in range(1, 40)],
+        [summary(step, critic if step < 25 else USUAL) for step in range(1, 100)],
     ):
-        detector = Detector(Anomaly())
-        for step in range(1, 31):
-            assert detector.observe(short(step, {**USUAL}, scale)) is None
-        found = twice(detector, *(short(step, {**USUAL, stage: 1_000}, scale) for step in (31, 32)))
-        assert (found is not None) == noticed, (stage, scale)
+        assert not noticed(Detector(Anomaly()), steps)
+    for stage, scale, expected in (
+        ("rollout", 1e-4, []),
+        ("rollout", 1e-2, [32]),
+        ("", 1e-4, []),
+    ):
+        steps = [short(step, USUAL, scale) for step in range(1, 31)]
+        steps += [short(step, {**USUAL, stage: 1_000}, scale) for step in (31, 32)]
+        assert [*noticed(Detector(Anomaly()), steps)] == expected, (stage, scale)
 
 
 @pytest.mark.parametrize("period", [7, 25])
 def test_a_checkpoint_now_and_then_is_no_news(period: int) -> None:
     """A stage that runs seldom is no part of what a step is compared by, from the first time on."""
-    detector = Detector(Anomaly())
-    for step in range(1, 150):
-        times = {**USUAL, "save_checkpoint": 4_000.0} if step % period == 0 else USUAL
-        assert detector.observe(summary(step, times)) is None
+    saving = {**USUAL, "save_checkpoint": 4_000.0}
+    steps = (summary(step, USUAL if step % period else saving) for step in range(1, 150))
+    assert not noticed(Detector(Anomaly()), steps)
 
 
 @pytest.mark.parametrize("period", [6, 60])
@@ -170,27 +151,19 @@ def test_what_is_slow_now_and_then_is_no_news(period: int) -> None:
     """A stall that comes back is over when it could be captured;
     one that lasts for two steps is not.
     """
-    detector = Detector(Anomaly())
-    for step in range(1, 200):
-        late = step > 30 and step % period == 0
-        assert detector.observe(summary(step, longer("update_actor", 4) if late else USUAL)) is None
+    detector = settled()
+    for step in range(31, 200):
+        late = longer("update_actor", 1 if step % period else 4)
+        assert detector.observe(summary(step, late)) is None
     assert detector.observe(summary(200)) is None
-    lasting = [detector.observe(summary(at, longer("update_actor", 4))) for at in range(201, 207)]
-    assert [at for at, each in enumerate(lasting) if each is not None] == [
-        2 if period == 60 else 5
-    ], "rare or not"
+    found = [*noticed(detector, lasting("update_actor", 4, range(201, 207)))]
+    assert found == [203 if period == 60 else 206], "rare or not"
 
 
 def test_what_is_slow_in_every_third_step_is_noticed_in_the_third_time() -> None:
     """A slowness that comes back so often is there when it is captured."""
-    detector = Detector(Anomaly())
-    step = quiet(detector)
-    late = [at % 3 == 0 for at in range(9)]
-    found = [
-        detector.observe(summary(step + at, longer("update_actor", 4) if is_late else USUAL))
-        for at, is_late in enumerate(late)
-    ]
-    assert [at for at, each in enumerate(found) if each is not None] == [6]
+    steps = (summary(31 + at, longer("update_actor", 1 if at % 3 else 4)) for at in range(9))
+    assert [*noticed(settled(), steps)] == [37]
 
 
 @pytest.mark.parametrize("spread", [0.02, 0.05, 0.07])
@@ -217,14 +190,12 @@ def test_hiccups_in_the_past_hide_no_fault() -> None:
     """
     noise, missed = random.Random(5), 0
     for _ in range(20):
-        detector = Detector(Anomaly(leader=None))
-        found = []
+        steps = []
         for step in range(1, 69):
             ratio = 3.0 if step % 6 == 5 else 1.55 if step > 60 else noise.lognormvariate(0, 0.05)
-            found += [step] * (
-                detector.observe(short(step, longer("rollout", ratio), 1.0)) is not None
-            )
-        assert [step for step in found if step <= 60] == []
+            steps.append(short(step, longer("rollout", ratio), 1.0))
+        found = noticed(Detector(Anomaly(leader=None)), steps)
+        assert all(step > 60 for step in found)
         missed += not found
     assert missed <= 1
 
@@ -239,11 +210,15 @@ def test_a_stage_that_drifts_is_quiet(seed: int) -> None:
         assert detector.observe(short(step, longer("rollout", math.exp(drift)), 1.0)) is None
 
 
+def leading() -> Detector:
+    """Return a detector of nothing but processes that lead."""
+    return Detector(Anomaly(slow_step=None, slow_stage=None))
+
+
 def test_a_large_lead_is_noticed_in_its_third_step() -> None:
     """Also where a change that was noticed before it goes on."""
-    detector = Detector(Anomaly(slow_step=None, slow_stage=None))
-    found = [detector.observe(summary(step, slow={"actor_rank3": 4.0})) for step in range(1, 4)]
-    assert [each and each.suspects for each in found] == [None, None, ["actor_rank3"]]
+    found = noticed(leading(), (summary(step, slow={"actor_rank3": 4.0}) for step in range(1, 4)))
+    assert {step: each.suspects for step, each in found.items()} == {3: ["actor_rank3"]}
 
 
 def test_of_two_leads_the_larger_is_noticed_first() -> None:
@@ -252,46 +227,41 @@ def test_of_two_leads_the_larger_is_noticed_first() -> None:
         {"actor_rank2": 2.0, "rollout3_rank0": 1.5},
         {"actor_rank2": 1.6, "rollout3_rank0": 1.5},
     ):
-        detector = Detector(Anomaly(slow_step=None, slow_stage=None))
-        found = [detector.observe(summary(step, slow=slow)) for step in range(1, 9)]
-        named = [lane for each in found if each is not None for lane in each.suspects]
+        found = noticed(leading(), (summary(step, slow=slow) for step in range(1, 9)))
+        named = [lane for each in found.values() for lane in each.suspects]
         assert named == sorted(slow, reverse=slow["actor_rank2"] < 2.0)
 
 
 def test_a_process_that_leads_now_and_then_is_not_noticed() -> None:
     """As in stages of trajectories, where each agent loop leads in some steps."""
-    detector = Detector(Anomaly(slow_step=None, slow_stage=None))
-    for at in range(70):
-        slow = {"actor_rank3": 1.6} if at % 7 in (0, 1, 3) else {}
-        assert detector.observe(summary(at + 1, slow=slow)) is None
+    slow = [{"actor_rank3": 1.6} if at % 7 in (0, 1, 3) else {} for at in range(70)]
+    assert not noticed(leading(), (summary(at + 1, slow=each) for at, each in enumerate(slow)))
 
 
 def test_a_process_that_leads_five_times_is_noticed() -> None:
     """Though no step is slow: the others have waited for it all along. Once."""
-    detector = Detector(Anomaly(slow_step=None, slow_stage=None))
-    found = [detector.observe(summary(step, slow={"actor_rank3": 1.6})) for step in range(1, 30)]
-    [(at, first)] = [(at, each) for at, each in enumerate(found) if each is not None]
-    assert at == 4
+    detector = leading()
+    found = noticed(detector, (summary(step, slow={"actor_rank3": 1.6}) for step in range(1, 30)))
+    [(step, first)] = found.items()
+    assert step == 5
     assert (first.sign, first.stage) == ("leader", "update_actor")
     assert (first.suspects, first.peers) == (["actor_rank3"], ["actor_rank1"])
     assert 0.1 < first.value < 0.2
     assert first.reason.startswith("step 5: actor_rank3 was in stage update_actor")
     assert first.reason.count("actor_rank3") == 1
-    assert detector.observe(summary(40, slow={"actor_rank3": 2.5})) is None
-    found = [detector.observe(summary(step, slow={"actor_rank3": 2.5})) for step in range(41, 45)]
-    assert [each is not None for each in found] == [False, True, False, False]
+    larger = (summary(step, slow={"actor_rank3": 2.5}) for step in range(40, 45))
+    assert [*noticed(detector, larger)] == [42]
 
 
 def test_memory_that_grows_is_noticed() -> None:
     """By a fifth in 14 readings; a process that gives it back, or that warms up, is none."""
-    detector = Detector(Anomaly())
-    found = []
+    steps = []
     for step in range(1, 40):
         held = {f"actor_rank{rank}": 1_000_000_000 for rank in range(RANKS)}
         held["actor_rank1"] += step * 20_000_000
         held["actor_rank2"] += (step % 11) * 90_000_000
-        found.append(detector.observe(summary(step, held=held)))
-    [first] = [each for each in found if each is not None]
+        steps.append(summary(step, held=held))
+    [first] = noticed(Detector(Anomaly()), steps).values()
     assert (first.sign, first.suspects, first.noticed) == ("memory", ["actor_rank1"], 14)
     assert first.peers == ["actor_rank0"]
     assert first.reason == (
@@ -305,14 +275,13 @@ def test_memory_that_grows_is_noticed() -> None:
 
 def test_memory_that_grows_in_all_processes_of_a_role_is_noticed_once() -> None:
     """They run the same code: it is one piece of news in a window."""
-    detector = Detector(Anomaly())
-    found = []
+    steps = []
     for step in range(1, 42):
         held = {
             f"actor_rank{rank}": 1_000_000_000 + step * (20_000_000 + rank) for rank in range(RANKS)
         }
-        found.append(detector.observe(summary(step, held=held)))
-    [first] = [each for each in found if each is not None]
+        steps.append(summary(step, held=held))
+    [first] = noticed(Detector(Anomaly()), steps).values()
     assert (first.sign, first.suspects, first.noticed) == ("memory", ["actor_rank3"], 14)
 
 
@@ -337,21 +306,17 @@ def test_there_is_no_verdict_without_a_past() -> None:
             quiet(detector, before)
             found = slow_twice(detector, before + 1, times=longer("rollout", 5))
             assert (found is not None) == (before >= needed), (window, before)
-    detector = Detector(Anomaly())
-    step = quiet(detector)
-    for at in range(40):
-        assert (
-            detector.observe(summary(step + at, longer("rollout", 9), captured="step_000031"))
-            is None
-        )
-    assert slow_twice(detector, step + 40, times=longer("rollout", 9)) is not None
+    detector = settled()
+    for step in range(31, 71):
+        captured = summary(step, longer("rollout", 9), captured="step_000031")
+        assert detector.observe(captured) is None
+    assert slow_twice(detector, 71, times=longer("rollout", 9)) is not None
     numbers = (1, 2, 3, 2, 1, 0, -1)
     for steps in (
         [StepSummary(step=step, begin_ns=step, end_ns=step) for step in numbers],
         [summary(step, {}) for step in numbers],
     ):
-        detector = Detector(Anomaly(window=3))
-        assert [detector.observe(step) for step in steps] == [None] * len(numbers)
+        assert not noticed(Detector(Anomaly(window=3)), steps)
 
 
 @pytest.mark.parametrize(("steps", "spread", "read"), [(300, 0.05, True), (1_500, 0.2, False)])
@@ -368,16 +333,25 @@ def test_one_step_that_hangs_is_logged_and_is_over() -> None:
     """With the process that the others waited for; it comes again within a window,
     and is no news.
     """
-    detector = Detector(Anomaly())
-    step = quiet(detector)
-    found = detector.observe(summary(step, slow={"rollout2_rank0": 121.0}))
+    detector = settled()
+    found = detector.observe(summary(31, slow={"rollout2_rank0": 121.0}))
     assert found is not None
     assert (found.sign, found.stage, found.is_over) == ("slow_step", "rollout", True)
     assert found.suspects == ["rollout2_rank0"]
     assert found.reason.startswith("step 31 took 61.1 s, by 60.1 s in stage rollout: 63.7 times")
-    step = quiet(detector, 9, step + 1)
-    assert detector.observe(summary(step, slow={"rollout2_rank0": 121.0})) is None
-    quiet(detector, 9, step + 1)
+    quiet(detector, 9, 32)
+    assert detector.observe(summary(41, slow={"rollout2_rank0": 121.0})) is None
+    quiet(detector, 9, 42)
+
+
+def become_slow(step: Callable[[int, float], StepSummary], usual: float, slow: float) -> Suspicion:
+    """Return what is noticed in the second slow step after 30 usual ones, and nothing before."""
+    steps = [step(number, usual) for number in range(1, 31)]
+    [(number, found)] = noticed(
+        Detector(Anomaly()), [*steps, step(31, slow), step(32, slow)]
+    ).items()
+    assert number == 32
+    return found
 
 
 def test_time_in_no_stage_is_the_loop_s_own_unless_a_worker_is_in_a_stage() -> None:
@@ -396,12 +370,7 @@ def test_time_in_no_stage_is_the_loop_s_own_unless_a_worker_is_in_a_stage() -> N
         return msgspec.structs.replace(later, exposed=exposed(later))
 
     for of_worker, suspects in ((False, ["controller"]), (True, [])):
-        detector = Detector(Anomaly())
-        for number in range(1, 31):
-            assert detector.observe(step(number, 50, of_worker)) is None
-        assert detector.observe(step(31, 500, of_worker)) is None
-        found = detector.observe(step(32, 500, of_worker))
-        assert found is not None
+        found = become_slow(partial(step, of_worker=of_worker), 50, 500)
         assert (found.sign, found.stage, found.suspects) == ("slow_stage", "", suspects)
 
 
@@ -419,11 +388,7 @@ def test_a_span_names_its_process_instead_of_the_loop_that_waited_for_it(service
             )
         return msgspec.structs.replace(found, exposed=exposed(found))
 
-    detector = Detector(Anomaly())
-    for number in range(1, 31):
-        assert detector.observe(step(number, 50.0)) is None
-    found = twice(detector, step(31, 400.0), step(32, 400.0))
-    assert found is not None
+    found = become_slow(step, 50.0, 400.0)
     assert (found.stage, found.suspects) == ("reward", ["reward_rank0"])
     assert "longest there: reward_rank0; reward of reward took" in found.reason
 
@@ -467,24 +432,15 @@ def test_the_process_that_does_the_work_comes_before_the_agent_loop_that_waits(
         )
         return msgspec.structs.replace(found, exposed=exposed(found))
 
-    detector = Detector(Anomaly())
-    for number in range(1, 31):
-        assert detector.observe(step(number, 1.0)) is None
-    found = twice(detector, step(31, 5.0), step(32, 5.0))
-    assert found is not None
+    found = become_slow(step, 1.0, 5.0)
     assert found.suspects[0] == named
     assert {*found.suspects} <= {named, "agent_loop_rank0"}
 
 
 def test_a_change_that_becomes_much_larger_is_noticed_again() -> None:
     """Soon after the small one, and once."""
-    detector = Detector(Anomaly())
-    step = quiet(detector)
-    found = [
-        detector.observe(summary(step + at, longer("reward", 4 if at < 5 else 12)))
-        for at in range(30)
-    ]
-    assert [at for at, each in enumerate(found) if each is not None] == [1, 6]
+    steps = lasting("reward", 4, range(31, 36)) + lasting("reward", 12, range(36, 61))
+    assert [*noticed(settled(), steps)] == [32, 37]
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -493,7 +449,7 @@ def test_a_repaired_fault_hides_no_later_one(seed: int) -> None:
     nothing else is.
     """
     drawn = random.Random(seed)
-    detector, noise = Detector(Anomaly(leader=None)), drawn.uniform(0.01, 0.05)
+    noise = drawn.uniform(0.01, 0.05)
     stages = drawn.sample([*USUAL, ""], k=2) if seed % 2 else [drawn.choice([*USUAL, ""])] * 2
     usual = {**USUAL, "reward": 150.0, "": 120.0}
     begins, faults, end = [], [], drawn.randint(26, 90)
@@ -501,24 +457,22 @@ def test_a_repaired_fault_hides_no_later_one(seed: int) -> None:
         begins.append(end)
         faults.append((stage, end, end + drawn.randint(12, 70), drawn.uniform(1.7, 4.0)))
         end = faults[-1][2] + drawn.randint(24, 64)
-    noticed = []
+    steps = []
     for step in range(1, faults[-1][2]):
         times = {name: ms * drawn.lognormvariate(0, noise) for name, ms in usual.items()}
         for stage, begin, until, ratio in faults:
             times[stage] *= ratio if begin <= step < until else 1.0
-        if detector.observe(short(step, times, 1.0)) is not None:
-            noticed.append(step)
-    assert len(noticed) == 2, (noticed, faults)
-    assert all(begin <= step < begin + 8 for begin, step in zip(begins, noticed, strict=True)), (
-        faults
-    )
+        steps.append(short(step, times, 1.0))
+    found = noticed(Detector(Anomaly(leader=None)), steps)
+    assert len(found) == 2, faults
+    assert all(begin <= step < begin + 8 for begin, step in zip(begins, found, strict=True)), faults
 
 
 def test_noise_that_grows_is_learned_and_kept_in_bounds() -> None:
     """The load doubles and varies by a fourth and more, for hundreds of steps:
     few of them are noticed.
     """
-    noticed, sizes = 0, set()
+    count, sizes = 0, set()
     for seed in range(20):
         drawn = random.Random(seed)
         detector, begin, spread = (
@@ -533,8 +487,8 @@ def test_noise_that_grows_is_learned_and_kept_in_bounds() -> None:
                 else 2 * drawn.lognormvariate(0, spread)
             )
             slow = detector.observe(short(step, longer("rollout", ratio), 1.0))
-            noticed += slow is not None
-    assert noticed <= 20 * 4
+            count += slow is not None
+    assert count <= 20 * 4
     detector = Detector(Anomaly(leader=None))
     for step in range(1, 2_000):
         detector.observe(short(step, longer("rollout", 1 if step < 100 else 2), 1.0))
