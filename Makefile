@@ -6,7 +6,7 @@ PYTHON ?= python3
 ENGINE ?= transformers
 PYTEST_ARGS ?=
 # Markers of tests that have an environment or a command of their own.
-APART := vllm or sglang or npu or megatron or gpu or verl or truth or trl or areal or package or npu_device or releases or replayers or soak or fuzz or recipes
+APART := vllm or sglang or npu or megatron or gpu or verl or truth or trl or areal or package or npu_device or releases or replayers or trackers or soak or fuzz or recipes
 BROWSER := tests/browser/node_modules
 DEMO := outputs/demo
 PEERS := outputs/peers
@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-replayers test-newest test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device dist test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge idle-judge hang-judge memory-judge death-judge what-if-judge work-judge links-judge scaling-judge savings-judge clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-replayers test-trackers test-newest test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device dist test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge idle-judge hang-judge memory-judge death-judge what-if-judge work-judge links-judge scaling-judge savings-judge clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +82,12 @@ env: .venv/.ready ## Build the environment for development (.venv)
 	.venv-replayers/bin/pip install --no-deps -r requirements/replayers-no-deps.txt
 	touch $@
 
+# Without torch, as a loop need not have it.
+.venv-trackers/.ready: setup.cfg requirements/trackers.txt
+	$(PYTHON) -m venv --clear .venv-trackers
+	.venv-trackers/bin/pip install -r requirements/trackers.txt -e '.[test,tensorboard,wandb,mlflow]'
+	touch $@
+
 # Without torch: HTA needs none, and neither does the report. It imports nothing of its jupyterlab.
 .venv-hta/.ready: setup.cfg requirements/hta.txt requirements/hta-no-deps.txt
 	$(PYTHON) -m venv --clear .venv-hta
@@ -122,6 +128,9 @@ test-hta: .venv-hta/.ready ## Run the tests that hold the report's figures again
 
 test-replayers: .venv-replayers/.ready ## Run the tests that replay a step's requests with real Dynamo
 	.venv-replayers/bin/python -m pytest -m replayers tests/test_replayers.py $(PYTEST_ARGS)
+
+test-trackers: .venv-trackers/.ready ## Run the tests that write with real Weights & Biases, MLflow and TensorBoard, offline
+	.venv-trackers/bin/python -m pytest tests/watch/test_trackers.py $(PYTEST_ARGS)
 
 test-soak: .venv/.ready ## Run thousands of captures, random faults, deaths and flaky stores, and print the table (half an hour) [SOAK_SEED=...]
 	.venv/bin/python -m pytest -m soak tests/soak $(PYTEST_ARGS)

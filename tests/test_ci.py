@@ -21,8 +21,8 @@ SCRIPT = ROOT / ".ci" / "run"
 SHELL_SCRIPTS = [SCRIPT, *sorted((ROOT / "recipes").rglob("*.sh"))]
 BEFORE_TESTS = ["lint", "size", "repository", "docs", "browser"]
 SUITES = [
-    *("test", "test-recipes", "test-vllm", "test-hta", "test-replayers", "test-sglang"),
-    *("test-megatron", "test-npu"),
+    *("test", "test-recipes", "test-vllm", "test-hta", "test-replayers"),
+    *("test-trackers", "test-sglang", "test-megatron", "test-npu"),
     *("bench-instructions", "test-package", "test-releases"),
 ]
 TARGETS = BEFORE_TESTS + SUITES

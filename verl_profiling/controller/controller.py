@@ -442,7 +442,10 @@ class Controller:
                     end_ns=clock.now_ns(),
                     never_came=never_came,
                 )
-        yield partial(run.drain, min(self.config.timeouts.finish_s, most_s))
+        finish_s = min(self.config.timeouts.finish_s, most_s)
+        yield partial(run.drain, finish_s)
+        if self.watch is not None and self.watch.logs is not None:
+            yield partial(self.watch.logs.end, finish_s)
         self._hooks.train_ends()
         yield partial(self._hooks.background.drain, min(self._hooks.longest_s, most_s))
         run.leave()

@@ -165,7 +165,7 @@ class HangWatch:
             step.hang = Hang(stage, quiet_s, usual_s, lane, reason, waiting)
             self.hanging = step
             logger.warning("watch: %s; see %s", step.hangs, self.folder)
-            self.log(step)
+            self.log(msgspec.structs.replace(step))  # a copy, as the step may end meanwhile
 
     def _quiet_s(self, step: StepSummary) -> float:
         """Return for how long nothing has progressed, as far as the loop knows (s)."""

@@ -33,7 +33,12 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.machine import no_room
 from verl_profiling.files.opener import make_folder, remove_file
 from verl_profiling.files.remote import RemoteFolder, Upload, copy_line
-from verl_profiling.files.run_files import RESULT_SUFFIX, read_manifest, write_json_atomically
+from verl_profiling.files.run_files import (
+    RESULT_SUFFIX,
+    pending_results,
+    read_manifest,
+    write_json_atomically,
+)
 from verl_profiling.files.watch_log import OLDER_WATCH_LOG, WATCH_LOG
 from verl_profiling.identity import ProcessId, step_folder_name
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, CaptureResult, Manifest, RunInfo
@@ -387,7 +392,7 @@ class Run:
             note = f"{older.name} was removed: limits.keep_last={keep_last}"
             try:
                 manifest = read_manifest(older)
-                if _pending(manifest):
+                if pending_results(manifest):
                     continue
                 if strangers := _strangers(older, manifest, self.place.run_id):
                     note = (
@@ -445,21 +450,12 @@ def is_pending(folder: Path, upload: Upload | None) -> bool:
         return True  # it is not written yet
     if manifest.state == "begun":
         return True
-    pending = _pending(manifest)
+    pending = pending_results(manifest)
     if upload is not None:
         pending.add(MANIFEST_NAME)
         with suppress(Exception):  # each file system raises errors of its own
             pending -= RemoteFolder(upload.url).names()
     return bool(pending)
-
-
-def _pending(manifest: Manifest) -> set[str]:
-    """Return the result files of the workers that have pending artifacts."""
-    return {
-        f"{worker.name}{RESULT_SUFFIX}"
-        for worker in manifest.workers
-        if any(artifact.status == "pending" for artifact in worker.artifacts)
-    }
 
 
 def _strangers(folder: Path, manifest: Manifest, run_id: str) -> str:

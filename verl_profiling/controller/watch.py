@@ -36,9 +36,10 @@ from verl_profiling.watch.collectives import RecorderReading, with_lateness
 from verl_profiling.watch.exposed import exposed_in
 from verl_profiling.watch.idle import idle_in, made_in
 from verl_profiling.watch.savings import times_in
-from verl_profiling.watch.sinks import Listener, Log, logs_of
+from verl_profiling.watch.sinks import Listener, Log
 from verl_profiling.watch.step_slices import StepSlices
 from verl_profiling.watch.sums import STAGES_OF_A_STEP, StageSums, WatchQuestion, WatchReading
+from verl_profiling.watch.trackers import RunLogs
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class Watch:
         recorders: Chooses the steps in which torch's flight recorders are read.
         step: The current step of the loop; ``None`` between steps.
         background: Stages of the loop that overlap the steps, such as generation in the background.
+        logs: Receives the summaries, once there is a run's folder.
         hangs: Detects a step that hangs; ``None`` in a process that does not log the steps.
     """
 
@@ -100,7 +102,7 @@ class Watch:
         self.hangs: HangWatch | None = None
         self._ranks: RankSummaries | None = None
         self.who = LOOP
-        self._logs: list[Log] = []
+        self.logs: RunLogs | None = None
         self.step: StepSummary | None = None
         self._ended: deque[StepSummary] = deque(maxlen=max(options.steps, MOST_WAITING))
         self._left_out = 0
@@ -132,8 +134,8 @@ class Watch:
 
     def log_into(self, run: Path) -> None:
         """Write the summaries into the run's folder until training ends."""
-        self._logs = self._logs or logs_of(run, self.options.sinks or ())
-        self.hangs = HangWatch(self, run / "hangs", self._logs[0])
+        self.logs = RunLogs(run, self.options.sinks or ())
+        self.hangs = HangWatch(self, run / "hangs", self.logs)
 
     def step_begins(self, step: int, policy_version: int | None = None) -> None:
         """Record the begin of a step and the end of the previous step."""
@@ -198,7 +200,6 @@ class Watch:
             self.hangs.end()
         self._ranks = self.hangs = None
         self._until_s = inf
-        self._logs = []
 
     def read(self) -> None:
         """Read the workers, and summarize the ended steps, on the background thread."""
@@ -255,9 +256,8 @@ class Watch:
                 self.recorders.follow(summary)
             for listener in [*self.listeners]:
                 self._pass_to(listener, summary)
-        if summaries:
-            for log in self._logs:  # what the listeners added is logged
-                self._pass_to(log, *summaries)
+        if summaries and self.logs is not None:  # what the listeners added is logged
+            self._pass_to(self.logs, *summaries)
         if self._ranks is not None and self._ranks.leads:
             self._ranks.request_collectives(self.recorders.due)
 

@@ -276,6 +276,15 @@ def _on_disk(folder: Path, worker: CaptureResult, artifact: Artifact) -> Artifac
     return artifact.with_status("ok", reason, bytes=path.stat().st_size)
 
 
+def pending_results(manifest: Manifest) -> set[str]:
+    """Return the result files of the workers that have pending artifacts."""
+    return {
+        f"{worker.name}{RESULT_SUFFIX}"
+        for worker in manifest.workers
+        if any(artifact.status == "pending" for artifact in worker.artifacts)
+    }
+
+
 def written_file(folder: Path, name: str) -> Path | None:
     """Return the path of an artifact, or of its file that is not compressed yet;
     ``None`` without either.
@@ -370,6 +379,27 @@ class EventFile:
         values = [
             self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()
         ]
+        self._add(step, values)
+
+    def add_text(self, step: int, tag: str, text: str) -> None:
+        """Add a text, in Markdown.
+
+        Args:
+            step: Step of the text.
+            tag: Name of the series of texts.
+            text: The text.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+        from tensorboard.util.tensor_util import make_tensor_proto
+
+        metadata = create_summary_metadata(display_name=None, description=None)
+        tensor = make_tensor_proto([text])
+        self._add(step, [self._summary.Value(tag=tag, metadata=metadata, tensor=tensor)])
+
+    def _add(self, step: int, values: list[Any]) -> None:
         self._write(
             self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
         )

@@ -246,8 +246,8 @@ class WatchOptions:
         hang_s: Minimum time without any progress after which a step hangs; longer in stages that
             usually take more than a third of it.
         first_hang_s: The same for stages whose usual duration is not known yet.
-        sinks: Receivers of each step's numbers besides ``watch.jsonl``; add your own to
-            ``watch.listeners``.
+        sinks: Trackers that get each step's numbers, notices, and reports of captures; add your own
+            to ``watch.listeners``.
     """
 
     enable: bool = False
@@ -257,7 +257,7 @@ class WatchOptions:
     trigger: Anomaly | None = None
     hang_s: Seconds = 30.0
     first_hang_s: Seconds = 600.0
-    sinks: tuple[Literal["tensorboard"], ...] | None = None
+    sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] | None = None
 
     def cautions(self, records_every_step: bool) -> list[str]:
         """Return warnings about settings that have no effect.

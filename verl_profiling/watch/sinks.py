@@ -1,5 +1,4 @@
-"""Writes the step summaries of the watch into the run's folder: ``watch.jsonl``, and TensorBoard's
-file.
+"""Writes the step summaries of the watch into the run's folder, and returns their numbers.
 
 ``watch.jsonl`` has one line per step. A file that is full is renamed, and only the newest renamed
 one is kept. Trackers get a summary as named numbers.
@@ -10,16 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from errno import ENOSPC
-from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.files.opener import appended, move_file, whole_file
-from verl_profiling.files.run_files import EventFile
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_log import OLDER_WATCH_LOG, WATCH_LOG
 
@@ -132,21 +128,3 @@ class WatchLog:
 
 def _without_processes(summary: StepSummary) -> StepSummary:
     return msgspec.structs.replace(summary, loop=[], workers=[], background=())
-
-
-def logs_of(run: Path, sinks: Sequence[str]) -> list[Log]:
-    """Return the writers of step summaries into a run's folder: the log, and ``watch.sinks``."""
-    logs: list[Log] = [WatchLog(run)]
-    if "tensorboard" in sinks:
-        try:
-            curves = EventFile(run / "tensorboard", "watch.sinks: tensorboard")
-        except (ToolUnavailableError, OSError) as error:
-            logger.warning("watch.sinks: nothing is written to tensorboard: %s", error)
-        else:
-            logs.append(partial(_draw, curves))
-    return logs
-
-
-def _draw(curves: EventFile, *summaries: StepSummary) -> None:
-    for summary in summaries:
-        curves.add(summary.step, values_of(summary))
