@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-replayers test-trackers test-newest test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device dist test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge idle-judge hang-judge memory-judge death-judge what-if-judge work-judge links-judge scaling-judge savings-judge clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-replayers test-trackers test-newest test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device dist test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-replay demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge idle-judge hang-judge memory-judge death-judge what-if-judge work-judge links-judge scaling-judge verdict-judge knee-judge savings-judge clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -213,6 +213,13 @@ demo: demo-e2e demo-discrete demo-watch ## Profile the recipe in both modes and 
 	@echo "$(REPORT) view $(DEMO)/e2e/profiling/step_000003"
 	@echo "What a person and the watch asked for:"
 	@ls -d $(DEMO)/watch/profiling/step_*
+	@$(if $(filter vllm,$(ENGINE)),$(MAKE) --no-print-directory demo-replay ENGINE=vllm)
+
+demo-replay: .venv-vllm/.ready # the rollout of a captured step again, with at most eight requests at once
+	.venv-vllm/bin/python -m recipes.grpo_tiny.model $(DEMO)/model
+	VLLM_CPU_KVCACHE_SPACE=1 .venv-vllm/bin/verl-profiling replay $(DEMO)/e2e/profiling/step_000003 --engine vllm \
+	  --set model=$(DEMO)/model --set skip_tokenizer_init=true --set dtype=float32 --set enforce_eager=true \
+	  --set max_model_len=32 --set max_num_seqs=8 --output $(DEMO)/replay
 
 demo-e2e demo-discrete: demo-%: $(DEMO_ENV)/.ready
 	rm -rf $(DEMO)/$*
@@ -336,6 +343,12 @@ links-judge: .venv/.ready ## Limit one link of three, and print which link the r
 
 scaling-judge: .venv/.ready ## Hold what diff says of a missing speed-up against stopwatches (five minutes)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/scaling_judge.py
+
+verdict-judge: .venv/.ready ## Hold what diff says of five runs a side against starts of one configuration, and slower ones (half an hour)
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/verdict_judge.py
+
+knee-judge: .venv-vllm/.ready ## Hold how many requests the report gives a replica against replays with other limits (half an hour)
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/knee_judge.py
 
 savings-judge: .venv/.ready ## Hold what the watch says a change would save against loops with the change (three minutes)
 	.venv/bin/python benchmarks/watch_savings.py

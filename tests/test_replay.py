@@ -118,6 +118,9 @@ def test_a_step_without_the_stage_rollout_is_replayed_and_not_predicted(
     [
         pytest.param(["--engine", "vlm"], "did you mean 'vllm'", id="engine"),
         pytest.param(["--engine", "http://x", "--set", "a=1"], "keeps its own options", id="set"),
+        pytest.param(
+            ["--engine", "http://127.0.0.1:9"], "9/v1/models gives no answer", id="server"
+        ),
     ],
 )
 def test_what_an_engine_lacks_is_refused_by_name(

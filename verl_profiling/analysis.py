@@ -335,6 +335,7 @@ class CapturedStep:
         tools: Mapping[str, float | str] | None = None,
         unblock: Sequence[str] = (),
         replicas: int | None = None,
+        concurrency: int | None = None,
         steps_ahead: int | None = None,
         on_progress: Progress | None = None,
     ) -> Prediction:
@@ -353,6 +354,7 @@ class CapturedStep:
             unblock: Tools and other spans that no longer block the event loop.
             replicas: Number of rollout replicas; the prediction gets a lower and an upper bound,
                 as with ``steps_ahead``.
+            concurrency: Most requests that a replica runs at once; more wait in its queue.
             steps_ahead: Steps that a rollout is ahead of the training, on devices of its own: 0 or
                 1.
             on_progress: Called with each trace once it is read.
@@ -369,7 +371,14 @@ class CapturedStep:
         from verl_profiling.steps.read import read_step
 
         changes = Changes(
-            scale or {}, balance, no_tail, tools or {}, unblock, replicas, steps_ahead
+            scale or {},
+            balance,
+            no_tail,
+            tools or {},
+            unblock,
+            replicas,
+            concurrency,
+            steps_ahead,
         )
         if self._graph is None:
             self._only_step("what_if")

@@ -15,7 +15,13 @@ from io import TextIOWrapper
 from typing import Any
 
 import verl_profiling
-from verl_profiling.commands import COMMANDS, EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
+from verl_profiling.commands import (
+    BETWEEN_SIDES,
+    COMMANDS,
+    EXIT_BAD_INPUT,
+    EXIT_FINDING,
+    EXIT_OK,
+)
 from verl_profiling.errors import ProfilingError, choices_hint
 from verl_profiling.units import visible
 
@@ -28,7 +34,7 @@ on standard error.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = _with_sides(list(sys.argv[1:] if argv is None else argv))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -68,6 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted")
     return EXIT_OK if is_well else EXIT_FINDING
+
+
+def _with_sides(argv: list[str]) -> list[str]:
+    """Return the arguments, with a path in place of the ``--`` of ``diff``."""
+    if argv[:1] != ["diff"]:
+        return argv
+    return [str(BETWEEN_SIDES) if word == "--" else word for word in argv]
 
 
 def _configure(parser: argparse.ArgumentParser, module: Any) -> None:

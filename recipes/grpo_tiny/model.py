@@ -1,7 +1,13 @@
-"""The policy: a Qwen2 with random weights, small enough for a CPU core."""
+"""The policy: a Qwen2 with random weights, small enough for a CPU core.
+
+``python -m recipes.grpo_tiny.model FOLDER`` writes it into a folder, for ``verl-profiling replay``.
+"""
+
+import sys
+from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl_profiling.integrations.tiny_grpo import END, NUMBERS
@@ -21,3 +27,8 @@ def build_model(config: DictConfig, seed: int) -> Qwen2ForCausalLM:
             **config,
         )
     )
+
+
+if __name__ == "__main__":
+    recipe = OmegaConf.load(Path(__file__).with_name("config.yaml"))
+    build_model(recipe.model, recipe.seed).save_pretrained(sys.argv[1])

@@ -115,6 +115,34 @@ def test_a_step_on_other_replicas(
         assert found.notes[0].startswith("extrapolated: a replica ran")
 
 
+@pytest.mark.parametrize("slots", [4, 16])
+def test_a_step_with_another_limit_of_requests(tmp_path: Path, slots: int) -> None:
+    """The interval holds the truth, for fewer requests at once and for more."""
+    drawn(tmp_path, served(LENGTHS, slots=8))
+    found = open_step(tmp_path).what_if(concurrency=slots)
+    truth = 3 + max(end for _, _, end, _ in served(LENGTHS, slots=slots))
+    assert found.changes == [f"--concurrency {slots}"]
+    assert has(found, truth), (found.low_us, truth, found.high_us)
+    assert not any("as in the capture, where others queued" in one for one in found.assumed)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text", "advice"),
+    [
+        (linear, "from 8 on, twice as many make less than 25% more tokens/s", "about 8 requests"),
+        (flat, "at 32, twice as many made 100% more tokens/s", "more requests at once"),
+    ],
+)
+def test_the_report_says_how_many_requests_a_replica_should_get(
+    tmp_path: Path, seconds: Callable[[int], float], text: str, advice: str
+) -> None:
+    """With an iteration of 4 ms and 1 ms a request, 16 requests make a fifth more than 8."""
+    drawn(tmp_path, served(LENGTHS, seconds))
+    (knee,) = (one for one in open_step(tmp_path).report().findings if one.rule == "knee")
+    assert knee.text.endswith(f" to 32 requests at once; {text}")
+    assert advice in knee.advice
+
+
 def test_requests_that_all_run_at_once_say_nothing_of_an_engine(tmp_path: Path) -> None:
     """The interval has all between no change and a rollout in proportion to the requests."""
     for seconds in (linear, flat):

@@ -28,7 +28,7 @@ COMMANDS = {
     "report": "show the use of a step's time: stages, workers, idle time by cause",
     "view": "open a step's timeline and report in the browser",
     "top": "show a running job, live: steps, stages, slow processes, captures so far",
-    "diff": "compare two steps or two runs",
+    "diff": "compare two steps or runs, or several runs a side",
     "what-if": "show the critical path of a step, and predict the step after changes",
     "replay": "send the requests of a captured step to an engine again, without the trainer",
     "collect": "fetch reports that Nsight Systems finished after the run",
@@ -39,6 +39,9 @@ COMMANDS = {
     "doctor": "show the tools that work on this machine",
 }
 """Purpose of each command, in the order of ``--help``."""
+
+BETWEEN_SIDES = Path("\0")
+"""The argument ``--`` of ``diff``, which argparse would drop; no file has this name."""
 
 EXIT_OK = 0
 EXIT_FINDING = 1

@@ -1,7 +1,7 @@
-"""Compares two steps, two runs or two report.json files.
+"""Compares two steps, two runs or two report.json files, or several runs a side.
 
-The comparison is by stage, cause of idle time, worker and kernel. With several steps on a side it
-compares medians; with several on both sides it shows how much steps vary anyway (the noise).
+The comparison is by stage, cause of idle time, worker and kernel. Two starts of one configuration
+differ, so several runs a side tell small changes from noise: diff RUN_A... -- RUN_B...
 
 example: verl-profiling diff outputs/main outputs/branch --fail-above 5%
 """
@@ -10,53 +10,70 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
 
 from verl_profiling.analysis import saved_report
-from verl_profiling.commands import add_json, local_path, option, percentage, print_json
+from verl_profiling.commands import (
+    BETWEEN_SIDES,
+    add_json,
+    local_path,
+    option,
+    percentage,
+    print_json,
+)
 from verl_profiling.commands.common import StepByStep, add_communication, warn, watched
-from verl_profiling.errors import TraceFormatError
+from verl_profiling.errors import ConfigError, TraceFormatError
+from verl_profiling.files.run_files import known_run
 from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.manifest import RunInfo
 from verl_profiling.predict.explain import explain
 from verl_profiling.predict.step_graph import Graph
 from verl_profiling.report.diff import LEAST_S, Change, Diff, compare, print_diff
 from verl_profiling.report.model import Report
-from verl_profiling.steps.inputs import how_to_capture, is_uncaptured, the_run
+from verl_profiling.report.verdict import differences
+from verl_profiling.steps.inputs import how_to_capture, is_step, is_uncaptured, the_run
 from verl_profiling.units import duration, visible
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    for side in ("before", "after"):
-        parser.add_argument(
-            side,
-            type=local_path,
-            metavar=side.upper(),
-            help="step folder, run folder or report.json",
-        )
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        type=local_path,
+        metavar="A... [--] B...",
+        help="step folder, run folder or report.json; with several a side, -- between the sides",
+    )
     add_communication(parser)
     add_json(parser)
-    help = (
-        "exit 1 if the step or a stage got slower by more than this share and by more "
-        "than the known noise"
-    )
+    help = "exit 1 if the step or a stage got slower by more than this share and than the noise"
     option(parser, "--fail-above PERCENT", help, percentage)
 
 
 def run(arguments: argparse.Namespace) -> bool:
     """Compare both sides; return whether all data is there, and nothing is slower than allowed."""
-    before, after = (_side(path, arguments) for path in (arguments.before, arguments.after))
-    for side, other, path in ((before, after, arguments.before), (after, before, arguments.after)):
-        if not (side.reports or (side.logged and other.logged)):
-            raise TraceFormatError(path, how_to_capture(path))
+    paths = _divided(arguments.paths)
+    before, after = ([_run_at(path, arguments) for path in side] for side in paths)
+    runs = [*before, *after]
+    is_logged = all(run.logged for run in runs)
+    for run in runs:
+        if not (run.reports or is_logged):
+            raise TraceFormatError(run.path, how_to_capture(run.path))
+    logs = ([run.logged for run in before], [run.logged for run in after])
     diff = compare(
-        before.reports, after.reports, (before.logged, after.logged), _explained(before, after)
+        _joined(before, "reports"),
+        _joined(after, "reports"),
+        logs if is_logged else ((), ()),
+        _explained(before, after),
+        differences(_joined(before, "infos"), _joined(after, "infos")),
     )
-    is_well = before.is_well and after.is_well
+    is_well = all(run.is_well for run in runs)
     verdict = ""
     if arguments.fail_above is not None:
         slower = diff.slower_than(arguments.fail_above / 100)
@@ -85,7 +102,8 @@ def _verdict(diff: Diff, slower: list[Change], percent: float) -> str:
     if slower and causes:
         stages += f"; most by {_named(max(causes, key=lambda cause: cause.change_s))}"
     limit = f"more than {percent:.3g}% and {duration(LEAST_S)}"
-    return f"slower by {limit}: {stages} ({diff.basis})"
+    basis = diff.between_runs.sentence if diff.between_runs else diff.basis
+    return f"slower by {limit}: {stages} ({basis})"
 
 
 def _named(change: Change) -> str:
@@ -93,46 +111,71 @@ def _named(change: Change) -> str:
     return visible(f"{change.shown_name} ({duration(change.change_s, signed=True)}{share})")
 
 
-class _Side(NamedTuple):
-    """One side of the comparison: reports and graphs of its steps, and the steps in its watch log.
+def _divided(paths: list[Path]) -> tuple[list[Path], list[Path]]:
+    """Return the paths of both sides.
+
+    Raises:
+        ConfigError: It is unclear which paths are of which side.
+    """
+    if BETWEEN_SIDES not in paths and len(paths) == 2:
+        return paths[:1], paths[1:]
+    place = paths.index(BETWEEN_SIDES) if paths.count(BETWEEN_SIDES) == 1 else 0
+    before, after = paths[:place], paths[place + 1 :]
+    if not (before and after):
+        raise ConfigError("diff", "give two paths, or several a side: RUN_A... -- RUN_B...")
+    return before, after
+
+
+class _Run(NamedTuple):
+    """One path of a side: reports and graphs of its steps, the steps in its watch log, and facts.
 
     ``is_well`` tells whether no data is missing.
     """
 
+    path: Path
     reports: list[Report]
     graphs: list[Graph]
     logged: list[StepSummary]
+    infos: list[RunInfo]
     is_well: bool = True
 
 
-def _side(path: Path, arguments: argparse.Namespace) -> _Side:
-    """Read one side of the comparison. It has graphs if each of its steps has a graph, unlike
-    plain traces and saved reports.
+def _run_at(path: Path, arguments: argparse.Namespace) -> _Run:
+    """Read one path. It has graphs if each of its steps has a graph, unlike plain traces and saved
+    reports.
     """
     if (saved := saved_report(path)) is not None:
-        return _Side([saved], [], [])
+        return _Run(path, [saved], [], [], [])
+    run = the_run(path)
+    folder = run.parent if is_step(run) else run
+    info = known_run(folder)
+    infos = [info] if info else []
     if is_uncaptured(path):
-        return _Side([], [], watched(path)[0])
+        return _Run(path, [], [], watched(path)[0], infos)
     work = StepByStep([path], arguments.communication)
     steps = work.reports(keep_graphs=True)
     graphs = [step.graph for step, _ in steps if step.manifest and step.graph]
-    run = the_run(path)
     logged = watched(run)[0] if run.is_dir() else []
     if len(graphs) < len(steps):
         graphs = []
-    return _Side([report for _, report in steps], graphs, logged, work.is_well)
+    return _Run(path, [report for _, report in steps], graphs, logged, infos, work.is_well)
 
 
-def _explained(before: _Side, after: _Side) -> dict[str, tuple[float, float]]:
+def _joined(runs: Sequence[_Run], name: str) -> list[Any]:
+    """Return a list of all runs of a side as one."""
+    return list(chain.from_iterable(getattr(run, name) for run in runs))
+
+
+def _explained(before: Sequence[_Run], after: Sequence[_Run]) -> dict[str, tuple[float, float]]:
     """Return the part of the change (s) that each cause explains, and its noise (s); empty without
-    graphs.
+    graphs of all runs.
 
     An error becomes a warning.
     """
-    if not (before.graphs and after.graphs):
+    if not all(run.graphs for run in (*before, *after)):
         return {}
     try:
-        return explain(before.graphs, after.graphs)
+        return explain(_joined(before, "graphs"), _joined(after, "graphs"))
     except Exception as error:
         warn(f"the change cannot be explained: {type(error).__name__}: {error}")
         return {}

@@ -69,8 +69,15 @@ def run(arguments: argparse.Namespace) -> bool:
 
     step = open_step(arguments.path)
     load = load_of_step(step)
-    profiling = {"enable": True, "strict": True, "tool": "spans", "save_path": arguments.output}
-    servers = servers_of(arguments.engine, profiling, dict(arguments.set or ()), arguments.replicas)
+    options = dict(arguments.set or ())
+    profiling = {
+        "enable": True,
+        "strict": True,
+        "tool": "spans",
+        "save_path": arguments.output,
+        "job": options,
+    }
+    servers = servers_of(arguments.engine, profiling, options, arguments.replicas)
     try:
         folders = asyncio.run(
             replay(

@@ -30,12 +30,12 @@ from verl_profiling.commands.common import (
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.opener import naming, whole_file
 from verl_profiling.files.run_files import known_run
-from verl_profiling.report.diff import print_run
 from verl_profiling.report.exports import write_csv, write_tensorboard
 from verl_profiling.report.findings import OWN_COST, USUAL
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import RUN_PAGE, render_run, stage_seconds
+from verl_profiling.report.run_table import print_run
 from verl_profiling.report.sentences import counted
 from verl_profiling.report.tables import TABLES
 from verl_profiling.report.terminal import fitting_console, print_report

@@ -62,6 +62,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     option(parser, "--unblock A,B", help, names, many=True)
     help = "the requests of the rollout are served by this many replicas; prints an interval"
     option(parser, "--replicas NUMBER", help, count)
+    help = "a replica runs at most this many requests at once; prints an interval"
+    option(parser, "--concurrency NUMBER", help, count)
     help = "1: the next rollout runs beside the training; prints an interval"
     option(parser, "--async STEPS", help, int, dest="steps_ahead")
     add_json(parser, "one document per step")

@@ -14,7 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,6 +36,8 @@ from verl_profiling.workers import (
 _VOCABULARY = 500  # a server behind a URL does not say its own; models that people serve have more
 _MOST_CONNECTIONS = 1000
 _WARM_UP_TOKENS = 2
+_CONNECT_S = 10.0
+_RESPONSE_S = 3600.0  # of one response, which comes as a whole: 100,000 tokens at 28 a second
 
 
 class Server(Protocol):
@@ -129,6 +131,9 @@ class CompletionsServer(RolloutCaptureMixin):
     Args:
         profiling: Settings of the capture.
         url: URL of the server, without the path.
+
+    Raises:
+        ConfigError: The server does not answer.
     """
 
     vocabulary = _VOCABULARY
@@ -137,8 +142,7 @@ class CompletionsServer(RolloutCaptureMixin):
         self._url = url.rstrip("/")
         self._log = RequestLog()
         self._threads = ThreadPoolExecutor(_MOST_CONNECTIONS)
-        with urllib.request.urlopen(f"{self._url}/v1/models") as answer:
-            self._model = json.load(answer)["data"][0]["id"]
+        self._model = self._answer("models", _CONNECT_S)["data"][0]["id"]
         self.init_capture(profiling, requests=self._log)
 
     async def generate(self, id: str, prompt: list[int], tokens: int) -> None:
@@ -152,18 +156,24 @@ class CompletionsServer(RolloutCaptureMixin):
         }
         with self._log.open(len(prompt), id=id) as request:
             loop = asyncio.get_running_loop()
-            usage = await loop.run_in_executor(self._threads, self._post, body)
-            request.response_tokens = usage["completion_tokens"]
+            post = partial(self._answer, "completions", _RESPONSE_S, body)
+            answer = await loop.run_in_executor(self._threads, post)
+            request.response_tokens = answer["usage"]["completion_tokens"]
 
-    def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        request = urllib.request.Request(
-            f"{self._url}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request) as answer:
-            usage: dict[str, Any] = json.load(answer)["usage"]
-            return usage
+    def _answer(self, path: str, timeout_s: float, body: object = None) -> Any:
+        """Return what the server answers.
+
+        Raises:
+            ConfigError: It does not answer in time, or with an error.
+        """
+        url = f"{self._url}/v1/{path}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                return json.load(answer)
+        except (OSError, ValueError) as error:
+            raise ConfigError("--engine", f"{url} gives no answer: {error}") from error
 
     async def reset(self) -> None:
         """Keep the server's cache, which is its owner's."""

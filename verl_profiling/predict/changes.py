@@ -45,6 +45,7 @@ class Changes(msgspec.Struct, frozen=True):
         tools: Duration of each call of a tool (s), or its factor as text, e.g. ``0.5x``.
         unblock: Tools and spans that no longer block the event loop.
         replicas: Number of replicas of the rollout engine.
+        concurrency: Most requests that a replica runs at once; more wait in its queue.
         steps_ahead: Steps that a rollout is ahead of the training, on devices of its own: 0 or 1.
 
     Raises:
@@ -57,6 +58,7 @@ class Changes(msgspec.Struct, frozen=True):
     tools: Mapping[str, float | str] = {}
     unblock: Sequence[str] = ()
     replicas: int | None = None
+    concurrency: int | None = None
     steps_ahead: int | None = None
 
     def __post_init__(self) -> None:
@@ -65,12 +67,21 @@ class Changes(msgspec.Struct, frozen=True):
             _check(is_list, option, f"{names!r} is no list of names, such as ['search']")
         _check_numbers("--scale", self.scale, "0.5")
         _check_numbers("--tools", self.tools, "0.2 (s)")
-        tail, replicas, ahead = self.no_tail, self.replicas, self.steps_ahead
+        tail, ahead = self.no_tail, self.steps_ahead
         is_percentage = tail is None or (isinstance(tail, Real) and 0 < tail <= 100)
         _check(is_percentage, "--no-tail", f"{tail!r} is not a percentage above 0 and at most 100")
-        is_count = replicas is None or (isinstance(replicas, Integral) and replicas >= 1)
-        _check(is_count, "--replicas", f"{replicas!r} is not an integer of at least 1")
+        for option, count in self._counts():
+            is_count = count is None or (isinstance(count, Integral) and count >= 1)
+            _check(is_count, option, f"{count!r} is not an integer of at least 1")
         _check(ahead in (None, 0, 1), "--async", f"{ahead!r} is not 0 or 1")
+
+    def _counts(self) -> tuple[tuple[str, int | None], ...]:
+        return ("--replicas", self.replicas), ("--concurrency", self.concurrency)
+
+    @property
+    def has_resources(self) -> bool:
+        """Whether the step is to run on other resources."""
+        return (self.replicas, self.concurrency, self.steps_ahead) != (None, None, None)
 
     def options(self) -> list[str]:
         """Return the changes as options of the command."""
@@ -86,7 +97,7 @@ class Changes(msgspec.Struct, frozen=True):
             pairs.append(("--tools", f"{name}={text}"))
         for name in self.unblock:
             pairs.append(("--unblock", _listed(name)))
-        for option, count in (("--replicas", self.replicas), ("--async", self.steps_ahead)):
+        for option, count in (*self._counts(), ("--async", self.steps_ahead)):
             if count is not None:
                 pairs.append((option, str(count)))
         return [f"{option} {shlex.quote(value)}" for option, value in pairs]

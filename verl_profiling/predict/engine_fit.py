@@ -25,7 +25,7 @@ from verl_profiling.steps.requests import VALIDATE
 
 Floats = NDArray[np.float64]
 
-OPTION = "--replicas"
+OPTION = "--replicas, --concurrency"
 _QUEUED, _DECODE = "queued", "decode"
 _IN_ENGINE = (_QUEUED, "first token", "prefill", "generate", _DECODE)
 _WAITED = 0.1  # more time in queues per time of running than this means that replicas were full
@@ -97,8 +97,8 @@ class Engines(NamedTuple):
         work: list[float] = (iterations * run_ns / np.maximum(end - begin, 1)).tolist()
         return work
 
-    def assumed(self) -> list[str]:
-        """Return sentences on what a prediction with another number of replicas assumes."""
+    def assumed(self, is_limit_given: bool) -> list[str]:
+        """Return sentences on what a prediction with other replicas assumes."""
         many = f"{len(self.served):,} requests"
         sentences = [
             f"the time of an iteration depends on the running requests alone ({many})",
@@ -108,7 +108,7 @@ class Engines(NamedTuple):
             "beside more requests than in the capture, one more takes at least as much time "
             "as the last did",
         ]
-        if self.slots < len(self.served):
+        if self.slots < len(self.served) and not is_limit_given:
             sentences.append(
                 f"a replica runs at most {self.slots:,} requests at once, as in the capture, "
                 "where others "

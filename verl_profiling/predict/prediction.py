@@ -100,7 +100,7 @@ def predict(
     replayed = baseline.replay(changes) if changes.options() else recorded
     assumed = [*changes.assumed(), *assumed_of_kernels]
     notes, helps, spans_ns = list(baseline.extrapolations(changes)), list[HelpRow](), list[int]()
-    if (changes.replicas, changes.steps_ahead) != (None, None):
+    if changes.has_resources:
         replayed, spans_ns = on_resources(replayed, changes, assumed, notes)
     else:
         helps = _helps(baseline, replayed, changes)

@@ -23,6 +23,7 @@ from verl_profiling.manifest import WEIGHT_SYNC
 from verl_profiling.numbers.idle_causes import ROLLOUT
 from verl_profiling.predict.changes import Changes, check_name
 from verl_profiling.predict.engine_fit import Engines, Floats, Served, fitted
+from verl_profiling.predict.knee import knee_of
 from verl_profiling.predict.replays import Replay, replay
 
 _ORDERS = 7  # random orders of the clients that are tried for round robin
@@ -49,9 +50,9 @@ def on_resources(
             raise ConfigError(
                 "--async", "needs a step whose rollout begins and ends in it, with engines recorded"
             )
-    if changes.replicas is not None:
+    if changes.replicas is not None or changes.concurrency is not None:
         assumed.append(f"the capture has all replicas of the run: {len(graph.engines):,}")
-        steps = _on_replicas(found, changes.replicas, assumed, notes)
+        steps = _on_replicas(found, changes, assumed, notes)
     if changes.steps_ahead:
         steps = [step for one in steps for step in _rollout_beside(one)]
     return steps[0], [step.span_ns for step in steps]
@@ -90,7 +91,7 @@ def _without(step: Replay, is_gone: Callable[[str, str], bool]) -> Replay:
 
 
 def _on_replicas(
-    recorded: Replay, replicas: int, assumed: list[str], notes: list[str]
+    recorded: Replay, changes: Changes, assumed: list[str], notes: list[str]
 ) -> list[Replay]:
     """Return the replays in which another number of replicas serves the requests.
 
@@ -99,11 +100,14 @@ def _on_replicas(
 
     Args:
         recorded: The step with the recorded replicas.
-        replicas: Number of replicas.
+        changes: Number of replicas, and most requests that each runs at once.
         assumed: Sentences on what is assumed; those on engines are added to it.
         notes: Sentences on extrapolation; those on engines are added to it.
     """
+    replicas = changes.replicas or len(recorded.graph.engines)
     engines = fitted(recorded, replicas)
+    if changes.concurrency is not None:
+        engines = engines._replace(slots=changes.concurrency)
     random = np.random.default_rng(0)
     clients = range(len(engines.served))
     orders = [None, clients, *(random.permutation(clients).tolist() for _ in range(_ORDERS))]
@@ -115,8 +119,11 @@ def _on_replicas(
             took_ns = _Simulation(recorded, engines, replicas, curve, order, spent_ns).took_ns
             whole_ns = list(map(round, took_ns))
             steps.append(replay(recorded.graph, whole_ns, recorded.delay_ns, recorded.given))
-    assumed += engines.assumed()
+    assumed += engines.assumed(changes.concurrency is not None)
     notes += engines.notes(spent_ns)
+    knee = knee_of(recorded, engines)
+    if knee is not None:
+        notes.append(knee.sentence)
     return steps
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from verl_profiling.errors import TraceFormatError
+from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.files.run_files import known_run
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_log import read_watch_log
@@ -18,16 +18,20 @@ from verl_profiling.numbers import capture_rows, collectives, idle_causes, lane_
 from verl_profiling.numbers.achieved import Achieved
 from verl_profiling.numbers.bandwidth import link_rows
 from verl_profiling.numbers.given_work import with_reason, work_rows
+from verl_profiling.numbers.idle_causes import ROLLOUT
 from verl_profiling.numbers.rollout_section import rollout_of
 from verl_profiling.numbers.stage_parts import with_parts
 from verl_profiling.numbers.suspects import requested_of
 from verl_profiling.numbers.taught_nothing import useless_training
+from verl_profiling.predict.engine_fit import fitted
 from verl_profiling.predict.graph import graph_of
-from verl_profiling.predict.prediction import predict
+from verl_profiling.predict.knee import knee_of
+from verl_profiling.predict.prediction import Prediction, predict
+from verl_profiling.predict.replays import replay
 from verl_profiling.predict.step_graph import Graph
-from verl_profiling.report.findings import find
+from verl_profiling.report.findings import LIMIT, find
 from verl_profiling.report.html import NotebookReport
-from verl_profiling.report.model import Report
+from verl_profiling.report.model import Finding, Report
 from verl_profiling.slices.intervals import EMPTY, Spans, common, length
 from verl_profiling.steps.causes import Explanation
 from verl_profiling.steps.lanes import Lane, Step
@@ -35,6 +39,7 @@ from verl_profiling.steps.read import Content
 from verl_profiling.steps.step import StepInputs, zero_ns
 from verl_profiling.units import step_list, visible, visible_text_of
 
+_KNEE_SHARE = 0.3  # of the step that waits for the rollout: below, its engines matter little
 _MOST_NOTES = 100
 
 
@@ -188,5 +193,24 @@ def with_predictions(report: Report, content: Content) -> tuple[Report, Graph | 
         )
         report.coverage.missing.append(visible(problem))
         return report, None
-    rows = {"what_would_help": prediction.what_would_help, "critical_path": prediction.path}
+    rows: dict[str, Any] = {
+        "what_would_help": prediction.what_would_help,
+        "critical_path": prediction.path,
+        "findings": [*report.findings, *_knee(report, graph, prediction)][:LIMIT],
+    }
     return msgspec.structs.replace(report, **rows), graph
+
+
+def _knee(report: Report, graph: Graph, prediction: Prediction) -> Iterator[Finding]:
+    """Yield how many requests a replica should get, where the step waits for the rollout."""
+    rollout = [row for row in prediction.path if row.stage.startswith(ROLLOUT)]
+    share = sum(row.duration_us for row in rollout) / max(report.span_us, 1)
+    if share < _KNEE_SHARE:
+        return
+    recorded = replay(graph)
+    try:
+        knee = knee_of(recorded, fitted(recorded, len(graph.engines)))
+    except ConfigError:  # no requests, or they do not show it
+        return
+    if knee is not None:
+        yield Finding("knee", knee.sentence, knee.advice, 0.0, [], share)

@@ -1,34 +1,36 @@
 """Compares two steps or two runs: changes of stages, lanes, causes and kernels, and their noise.
 
 Compared are medians over the captured steps of each side, and over all steps of the watch's log;
-runs with a watch need no captures. The noise is half the range over the steps of a side, the larger
-of both sides. Noise is known only if each side has several steps.
+runs with a watch need no captures. With at least four runs a side, the noise is that between runs
+(see :mod:`~verl_profiling.numbers.noise`). With fewer, it is half the range over the steps of a
+side, the larger of both sides; it is known only if each side has several steps.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from math import sqrt
-from statistics import correlation, median
+from pathlib import Path
+from statistics import fmean, median
 from types import MappingProxyType
 from typing import ClassVar
 
 import msgspec
-import numpy as np
 from rich.console import Console
 
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.numbers.columns import sum_of
 from verl_profiling.numbers.idle_causes import cause_name
+from verl_profiling.numbers.noise import STARTS, interval
 from verl_profiling.numbers.stage_rows import CAPTURE_CALLS
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import stage_seconds
+from verl_profiling.report.run_table import middle
 from verl_profiling.report.scaling import Scaling, scaling_of
-from verl_profiling.report.sentences import sparkline
 from verl_profiling.report.tables import cells, named, without_middle
 from verl_profiling.report.terminal import fitting_console, print_table
+from verl_profiling.report.verdict import Verdict, verdict_of
 from verl_profiling.report.watch_frame import STEP, seconds_of
 from verl_profiling.steps.causes import joined_causes
 from verl_profiling.steps.trajectory_columns import UNEXPLAINED
@@ -38,13 +40,10 @@ _SMALLEST_SHARE = 0.01
 LEAST_S = 0.01
 """Smallest change (s) of :meth:`Diff.slower_than`."""
 _SHOWN = 12  # changes of a kind
-_BARS = 20
-_SHOWN_STAGES = 16
 
-# z of Spearman's correlation with the step; chance exceeds it once in a thousand stages
-_BY_CHANCE = 3.3
-_JUMP_BY_CHANCE = 4.3  # as above, of the largest of all jumps
-_LEAST_DRIFT = 0.01  # least change that is shown, as a share of the step
+
+_Logs = Sequence[Sequence[StepSummary]]
+"""Steps in the watch's log, by run."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,9 +63,10 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         change_s: ``after_s - before_s``, where ``None`` counts as 0.
         change_share: ``change_s / before_s``; ``None`` if ``before_s`` is 0 or ``None``. For
             ``explained``, the share of the step of A.
-        noise_s: Half the range over the steps, the larger of both sides; ``None`` unless both
-            sides have several steps. For ``watch``, without a tenth of the steps at each end of the
-            range; for ``explained``, of the part's effect on the steps.
+        noise_s: Changes up to this are noise: with at least four runs a side, by the interval of
+            the change. Otherwise, half the range over the steps, the larger of both sides; ``None``
+            unless both sides have several steps. For ``watch``, without a tenth of the steps at
+            each end of the range; for ``explained``, of the part's effect on the steps.
     """
 
     columns: ClassVar[str] = (
@@ -100,8 +100,12 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the change exceeds the noise; also ``True`` if the noise is unknown."""
         return abs(self.change_s) > (self.noise_s or 0.0)
 
-    def is_slower_by(self, share: float) -> bool:
-        """Return whether the time grew by more than a share, :data:`LEAST_S` and the noise."""
+    def is_slower_by(self, share: float, least_s: float) -> bool:
+        """Return whether the time is at least ``least_s`` now, and grew by more than a share,
+        :data:`LEAST_S` and the noise. The capture's own cost does not count.
+        """
+        if self.name == CAPTURE_CALLS or (self.after_s or 0.0) < least_s:
+            return False
         is_large = self.change_share is None or self.change_share > share
         return is_large and self.stands_out and self.change_s > LEAST_S
 
@@ -130,6 +134,8 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         changes: One entry per number that at least one side has.
         logged: Number of steps in the watch's log of A and of B.
         scaling: What is missing of the speed-up, if B has more lanes.
+        between_runs: Whether the step changed; ``None`` for steps of one run.
+        differs: Versions and settings that differ between the sides, as text.
     """
 
     before: int
@@ -137,6 +143,8 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     changes: list[Change]
     logged: tuple[int, int] = (0, 0)
     scaling: Scaling | None = None
+    between_runs: Verdict | None = None
+    differs: str = ""
 
     @property
     def explained(self) -> str:
@@ -175,6 +183,9 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         logged = ""
         if before and after:
             logged = f"; the watch has {before:,} and {after:,}"
+        if self.between_runs is not None:
+            captured = f"{self.before} captured steps before and {self.after} after"
+            return f"{captured}{logged}"
         if self.before > 1 and self.after > 1:
             steps = f"medians of {self.before} steps before and {self.after} after"
             return f"{steps}{logged}; noise is half their range"
@@ -187,58 +198,92 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         """Return the step and the stages that became slower by more than a share, :data:`LEAST_S`
         and the noise.
 
-        Stages below 1 % of the step are ignored, and so is the capture's own cost.
+        Stages below 1 % of the step are ignored, and so is the capture's own cost. With the noise
+        between runs, stages count only if the change of the step is told: of many stages, one
+        exceeds its noise by chance. With too few runs, the share is at least what two starts of
+        one configuration differ by.
 
         Args:
             share: Smallest change, as a fraction of the value before.
         """
+        runs = self.between_runs
+        if runs is not None and runs.noise is None:
+            share = max(share, STARTS)
+        elif runs is not None and runs.more_runs:
+            return []
         has_captures = any(change.kind == "step" for change in self.changes)
         kinds = ("step", "stage") if has_captures else ("watch",)
         changes = [change for change in self.changes if change.kind in kinds]
         step = next((change for change in changes if change.name == STEP), None)
         least_s = _SMALLEST_SHARE * ((step and step.before_s) or 0.0)
-        return [
-            change
-            for change in changes
-            if change.name != CAPTURE_CALLS
-            and (change.after_s or 0.0) >= least_s
-            and change.is_slower_by(share)
-        ]
+        return [change for change in changes if change.is_slower_by(share, least_s)]
 
 
 def compare(
     before: Sequence[Report],
     after: Sequence[Report],
-    logged: tuple[Sequence[StepSummary], Sequence[StepSummary]] = ((), ()),
+    logged: tuple[_Logs, _Logs] = ((), ()),
     explained: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+    differs: str = "",
 ) -> Diff:
     """Compare the steps of A (before) and B (after).
 
     Args:
-        before: Reports of the captured steps of A.
+        before: Reports of the captured steps of A; those in one folder are of one run.
         after: Reports of the captured steps of B.
-        logged: Steps in the watch's log of A and of B.
+        logged: Steps in the watch's log of each run of A and of B.
         explained: What each part (a stage, or a kind of trajectories' time) adds to the step's
             change (s), and the noise of that (s).
+        differs: Versions and settings that differ, as text.
     """
     changes: list[Change] = []
     scaling: Scaling | None = None
+    is_one_run = bool(_folders(before) & _folders(after))
+    sides = (_runs_of(before), _runs_of(after))
     if before and after:
-        left, right = (list(map(_numbers_of, side)) for side in (before, after))
-        _join(left, right)
-        changes = _changes(left, right)
+        _join(*sides)
+        changes = _changes(*sides)
         changes += _parts(changes[0], explained, before, after)
         scaling = scaling_of(before, after)
         changes += _missing(scaling)
+    key = ("step", STEP)
     if all(logged):
-        past, now = ([_keyed("watch", seconds_of(step)) for step in side] for side in logged)
-        changes += _changes(past, now)
+        key = ("watch", STEP)
+        sides = (_logged_runs(logged[0]), _logged_runs(logged[1]))
+        changes += _changes(*sides)
+    step = next(change for change in changes if (change.kind, change.name) == key)
+    verdict = None
+    if not is_one_run:
+        verdict = verdict_of(step.change_s, [_values(key, side) for side in sides])
     order = list(_TITLES)
     changes.sort(
         key=lambda row: (order.index(row.kind), row.name == UNEXPLAINED, -abs(row.change_s))
     )
-    logs = (len(logged[0]), len(logged[1]))
-    return Diff(before=len(before), after=len(after), changes=changes, logged=logs, scaling=scaling)
+    return Diff(
+        before=len(before),
+        after=len(after),
+        changes=changes,
+        logged=(_count(logged[0]), _count(logged[1])),
+        scaling=scaling,
+        between_runs=verdict,
+        differs=differs,
+    )
+
+
+def _count(logs: _Logs) -> int:
+    return sum(map(len, logs))
+
+
+def _folders(reports: Sequence[Report]) -> set[Path]:
+    return {Path(report.directory).parent for report in reports}
+
+
+def _runs_of(reports: Sequence[Report]) -> list[_Run]:
+    """Return the numbers of each step, by run."""
+    runs = defaultdict[Path, _Run](list)
+    for report in reports:
+        runs[Path(report.directory).parent].append(_numbers_of(report))
+    return list(runs.values())
 
 
 def _parts(
@@ -291,7 +336,7 @@ def _by_stage(
     left, right = (
         [_keyed("stage", stage_seconds(report)) for report in side] for side in (before, after)
     )
-    stages = _changes(left, right)
+    stages = _changes([left], [right])
     rest_s = step.change_s - sum_of(stages, "change_s")
     parts = {stage.name: (stage.change_s, stage.noise_s or 0.0) for stage in stages}
     return parts | {UNEXPLAINED: (rest_s, step.noise_s or 0.0)}
@@ -303,18 +348,22 @@ _Key = tuple[str, str]
 _Numbers = dict[_Key, float]
 """The times of a step (s)."""
 
+_Run = list[_Numbers]
+"""The steps of a run."""
 
-def _join(*sides: list[_Numbers]) -> None:
+
+def _join(*sides: list[_Run]) -> None:
     """Add up causes of requests on both sides that one side has only as a sum.
 
     An example is ``first token`` for ``queued`` and ``prefill``.
     """
+    steps = [list(chain(*side)) for side in sides]
     causes = [
         {name for numbers in side for kind, name in numbers if kind == "trajectory"}
-        for side in sides
+        for side in steps
     ]
     for part, whole in joined_causes(*causes).items():
-        for numbers in chain(*sides):
+        for numbers in chain(*steps):
             part_s = numbers.pop(("trajectory", part), 0.0)
             numbers["trajectory", whole] = numbers.get(("trajectory", whole), 0.0) + part_s
 
@@ -339,21 +388,30 @@ def _numbers_of(report: Report) -> _Numbers:
     return numbers
 
 
+def _logged_runs(logs: _Logs) -> list[_Run]:
+    return [[_keyed("watch", seconds_of(step)) for step in run] for run in logs]
+
+
 def _keyed(kind: str, seconds: Mapping[str, float]) -> _Numbers:
     return {(kind, name): number for name, number in seconds.items()}
 
 
-def _changes(before: list[_Numbers], after: list[_Numbers]) -> list[Change]:
+def _changes(before: list[_Run], after: list[_Run]) -> list[Change]:
     """Return the change of each number that a step of either side has."""
-    return [_change(key, before, after) for key in dict.fromkeys(chain(*before, *after))]
+    keys = dict.fromkeys(chain(*chain(*before, *after)))
+    return [_change(key, _values(key, before), _values(key, after)) for key in keys]
 
 
-def _change(key: _Key, before: list[_Numbers], after: list[_Numbers]) -> Change:
-    sides = _values(key, before), _values(key, after)
-    before_s, after_s = (median(values) if values else None for values in sides)
+def _change(key: _Key, before: list[list[float]], after: list[list[float]]) -> Change:
+    """Return the change of a number, given its values by run."""
+    sides = (before, after)
+    before_s, after_s = (fmean(map(median, side)) if side else None for side in sides)
     change_s = (after_s or 0.0) - (before_s or 0.0)
-    ranges_s = [_range_s(key, values) for values in sides if values]
-    is_noise_known = len(before) > 1 and len(after) > 1 and None not in ranges_s
+    ends = interval(*([median(run) for run in side] for side in sides)) if all(sides) else None
+    if ends is None:
+        noise_s = _noise_s(key, sides)
+    else:
+        noise_s = change_s - ends[0] if change_s > 0 else ends[1] - change_s
     return Change(
         kind=key[0],
         name=key[1],
@@ -361,8 +419,16 @@ def _change(key: _Key, before: list[_Numbers], after: list[_Numbers]) -> Change:
         after_s=after_s,
         change_s=change_s,
         change_share=change_s / before_s if before_s else None,
-        noise_s=max(filter(None, ranges_s), default=0.0) / 2 if is_noise_known else None,
+        noise_s=noise_s,
     )
+
+
+def _noise_s(key: _Key, sides: tuple[list[list[float]], list[list[float]]]) -> float | None:
+    """Return the noise by the range of the steps; ``None`` for a side with one step."""
+    ranges_s = [_range_s(key, list(chain(*side))) for side in sides if side]
+    if None in ranges_s:
+        return None
+    return max(filter(None, ranges_s), default=0.0) / 2
 
 
 def _range_s(key: _Key, values: Sequence[float]) -> float | None:
@@ -373,110 +439,26 @@ def _range_s(key: _Key, values: Sequence[float]) -> float | None:
     return high - low
 
 
-def _values(key: _Key, steps: list[_Numbers]) -> list[float]:
-    """Return a number of each step; 0 for a stage, cause or kernel that a step does not have.
+def _values(key: _Key, runs: list[_Run]) -> list[list[float]]:
+    """Return a number of each step by run; 0 for a stage, cause or kernel that a step lacks.
 
     A worker's steps without the number are left out: the worker was not recorded there.
     """
-    if not any(key in numbers for numbers in steps):
+    if not any(key in numbers for numbers in chain(*runs)):
         return []
-    return [numbers.get(key, 0.0) for numbers in steps if key in numbers or key[0] != "worker"]
-
-
-def middle(values: Sequence[float]) -> tuple[float, float]:
-    """Return least and largest value, without a tenth of the values at each end.
-
-    Of five values or more, at least one is left out at each end.
-    """
-    ordered, cut = sorted(values), min(-(-len(values) // 10), (len(values) - 1) // 4)
-    return ordered[cut], ordered[-1 - cut]
-
-
-class _RunRow(msgspec.Struct, frozen=True):
-    columns: ClassVar[str] = "name, median_s, from=low_s, to=high_s, change, trend"
-
-    name: str
-    median_s: float
-    low_s: float
-    high_s: float
-    change: str
-    trend: str
-
-
-def print_run(steps: Sequence[Mapping[str, float]], which: str, console: Console) -> None:
-    """Print median, spread and change of the step and the longest stages, for a run of several
-    steps.
-
-    Args:
-        steps: Time of each step, and of its stages, by name (s).
-        which: Kind of the steps, for the title of the table.
-        console: Where to print it.
-    """
-    if len(steps) < 2:
-        return
-    series = {
-        name: [step.get(name, 0.0) for step in steps]
-        for name in dict.fromkeys(chain([STEP], *steps))
-    }
-    least_s = _LEAST_DRIFT * median(series[STEP])
-    rows = [
-        _RunRow(
-            name,
-            median(values),
-            *middle(values),
-            _trend(values, least_s),
-            sparkline(values, _BARS),
-        )
-        for name, values in series.items()
+    values = [
+        [numbers.get(key, 0.0) for numbers in run if key in numbers or key[0] != "worker"]
+        for run in runs
     ]
-    shown = sorted(rows, key=lambda row: (row.name != STEP, -row.median_s))[:_SHOWN_STAGES]
-    note = (
-        "from, to: without a tenth of the steps at each end; change: over the run, if "
-        "beyond chance and 1%"
-    )
-    print_table(console, f"{len(steps):,} {which}", *cells(shown), note)
-
-
-def _trend(values: Sequence[float], least: float) -> str:
-    """Return the jump in a run, or the drift over it, as text; empty if small or perhaps chance."""
-    ordered, third = sorted(values), len(values) // 3
-    ranks = [bisect_left(ordered, value) + bisect_right(ordered, value) for value in values]
-    if third == 0 or ordered[0] == ordered[-1]:
-        return ""
-    split = _jumps_at(values)
-    if split:
-        kind, change = "jump", median(values[split:]) - median(values[:split])
-    elif abs(correlation(ranks, range(len(ranks)))) * sqrt(len(ranks) - 1) >= _BY_CHANCE:
-        kind, change = "drift", 1.5 * (median(values[-third:]) - median(values[:third]))
-    else:
-        return ""
-    if abs(change) >= least:
-        return f"{kind} {duration(change, signed=True)}"
-    return ""
-
-
-def _jumps_at(values: Sequence[float]) -> int:
-    """Return the index of the first value after a jump of the durations of a run's steps.
-
-    Return 0 if a line fits the values better than two levels, or if the jump may be chance.
-    """
-    near = np.clip(values, *middle(values))  # an outlier is no level
-    near -= near.mean()
-    many = np.arange(1, len(near))
-    of_levels = near.cumsum()[:-1] ** 2 * len(near) / (many * many[::-1])  # explained squared error
-    steps = np.arange(len(near)) - many.mean() + 0.5
-    of_line = (near @ steps) ** 2 / (steps @ steps)
-    split, by_chance = int(of_levels.argmax()), _JUMP_BY_CHANCE**2 / len(many) * (near @ near)
-    if of_levels[split] > max(of_line, by_chance):
-        return split + 1
-    return 0
+    return list(filter(None, values))
 
 
 def print_diff(diff: Diff, console: Console) -> None:
     """Print the largest changes of each kind; changes within the noise are dim."""
     console = fitting_console(console)
     scaling = diff.scaling.sentence if diff.scaling else ""
-    for sentence in filter(None, (diff.basis, diff.explained, scaling)):
+    verdict = diff.between_runs.sentence if diff.between_runs else ""
+    for sentence in filter(None, (diff.differs, verdict, diff.basis, diff.explained, scaling)):
         console.print(visible(sentence), markup=False)
     for kind, title in _TITLES.items():
         rows = [change for change in diff.changes if change.kind == kind]

@@ -259,6 +259,7 @@ class ProfilingConfig:
         strict: Raise errors of tools in the training loop instead of only reporting them.
         model: Sizes of the trained model: the Hugging Face configuration (as a mapping), or the
             folder of the model.
+        job: Settings of your own job, by name, which ``diff`` compares.
         schedule: The steps that are captured.
         select: The workers and stages that are captured.
         roles: Settings that differ for a role, by its name.
@@ -279,6 +280,7 @@ class ProfilingConfig:
     spmd: bool | None = None
     strict: bool = False
     model: str | dict[str, Any] | None = None
+    job: dict[str, Any] = field(default_factory=dict)
     schedule: Schedule = field(default_factory=Schedule)
     select: Selection = field(default_factory=Selection)
     roles: dict[str, RoleOverride] = field(default_factory=dict)

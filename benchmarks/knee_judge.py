@@ -1,0 +1,170 @@
+"""Holds the knee that the report finds in one capture against replays with other limits.
+
+Run: ``make knee-judge``. A vLLM engine on the CPU serves 128 drawn requests, at most 32 at once.
+The capture of that says from how many on twice as many make less than a quarter more tokens per
+second. The same load is then sent with at most 1, 2, 4, ... 32 requests at once. Cases differ in
+the model and in the lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import sys
+import tempfile
+from math import log2
+from pathlib import Path
+from typing import Any
+
+from verl_profiling.analysis import open_step
+from verl_profiling.commands.common import load_of_step
+from verl_profiling.integrations.replay import VLLMServer, replay
+from verl_profiling.manifest import Request
+from verl_profiling.steps.load import Load, LoadRequest
+
+LIMITS = (32, 16, 8, 4, 2, 1)
+GAIN = 0.25  # as in verl_profiling/predict/knee.py
+REQUESTS = 128
+VOCABULARY = 256
+# hidden size, layers, tokens of a prompt, tokens of a response (from, to)
+CASES = (
+    (64, 2, 32, (20, 120)),
+    (256, 4, 32, (20, 80)),
+    (512, 4, 32, (20, 60)),
+    (768, 8, 32, (10, 40)),
+    (256, 8, 256, (10, 60)),
+    (1024, 4, 32, (10, 40)),
+    (128, 4, 128, (40, 120)),
+    (512, 8, 32, (10, 50)),
+    (384, 6, 64, (20, 60)),
+    (768, 4, 16, (20, 60)),
+)
+
+
+class LimitedServer(VLLMServer):
+    """A vLLM engine to which a limited number of requests is sent at once."""
+
+    limit = asyncio.Semaphore(LIMITS[0])
+
+    async def generate(self, id: str, prompt: list[int], tokens: int) -> None:
+        """Serve one request when there is room."""
+        async with self.limit:
+            await super().generate(id, prompt, tokens)
+
+
+def model_of(folder: Path, hidden: int, layers: int) -> None:
+    """Write a Qwen2 with random weights."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=max(hidden // 64, 1),
+        num_key_value_heads=max(hidden // 64, 1),
+        max_position_embeddings=1024,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def drawn_load(prompt: int, lengths: tuple[int, int]) -> Load:
+    """Return requests with drawn lengths of their responses."""
+    draw = random.Random(7)
+    rows = []
+    for number in range(REQUESTS):
+        request = Request(
+            replica=0,
+            id=str(number),
+            begin_ns=number,
+            end_ns=number + 1,
+            prompt_tokens=prompt,
+            response_tokens=draw.randint(*lengths),
+        )
+        rows.append(LoadRequest(request=request, session=str(number)))
+    return Load(requests=rows, left_out={}, problems=[])
+
+
+async def rates(load: Load, server: LimitedServer, settings: dict[str, Any]) -> dict[int, Path]:
+    """Send the load with each limit; return the captures."""
+    captures = {}
+    for limit in LIMITS:
+        LimitedServer.limit = asyncio.Semaphore(limit)
+        (captures[limit],) = await replay(load, [server], settings, step=limit)
+    return captures
+
+
+def rate_in(load: Load) -> float:
+    """Return the tokens per second of a replay."""
+    requests = [row.request for row in load.requests]
+    took_ns = max(one.end_ns for one in requests) - min(one.begin_ns for one in requests)
+    return sum(one.response_tokens for one in requests) / took_ns * 1e9
+
+
+def knee_in(made: dict[int, float]) -> int:
+    """Return the knee of measured tokens per second, by the limit."""
+    for limit in sorted(made):
+        if 2 * limit in made and made[2 * limit] / made[limit] < 1 + GAIN:
+            return limit
+    return LIMITS[0]
+
+
+def judged(case: tuple[int, int, int, tuple[int, int]]) -> bool:
+    """Print the row of a case; return whether its knee is within one doubling."""
+    hidden, layers, prompt, lengths = case
+    with tempfile.TemporaryDirectory() as name:
+        model_of(Path(name, "model"), hidden, layers)
+        settings = {"enable": True, "strict": True, "tool": "spans", "save_path": f"{name}/run"}
+        options = {
+            "model": f"{name}/model",
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "enable_prefix_caching": False,
+            "max_num_seqs": LIMITS[0],
+        }
+        server = LimitedServer(settings, 0, options)
+        try:
+            captures = asyncio.run(rates(drawn_load(prompt, lengths), server, settings))
+        finally:
+            server.close()
+        found = open_step(captures[LIMITS[0]]).report().findings
+        texts = [finding.text for finding in found if finding.rule == "knee"]
+        made = {}
+        for limit, folder in captures.items():
+            made[limit] = rate_in(load_of_step(open_step(folder)))
+    truth = knee_in(made)
+    knee = predicted(texts)
+    is_near = knee is not None and abs(log2(knee / truth)) <= 1
+    speeds = ", ".join(f"{limit}: {made[limit]:.0f}" for limit in sorted(made))
+    size = f"{hidden} x {layers}, {prompt} + {lengths[0]} to {lengths[1]}"
+    print(f"| {size} | {speeds} | {truth} | {knee or 'unknown'} | {is_near} |", flush=True)
+    print(texts, file=sys.stderr, flush=True)
+    return is_near
+
+
+def predicted(texts: list[str]) -> int | None:
+    """Return the knee in the sentence of a report; the largest limit if it is beyond."""
+    if not texts:
+        return None
+    _, separator, rest = texts[0].partition("; from ")
+    return int(rest.split()[0].replace(",", "")) if separator else LIMITS[0]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=len(CASES))
+    arguments = parser.parse_args()
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    print("| model and tokens | tokens/s by limit | knee | in the report | within a doubling |")
+    print("|---|---|---|---|---|")
+    near = [judged(case) for case in CASES[: arguments.cases]]
+    print(f"{sum(near)} of {len(near)} within one doubling")
+
+
+if __name__ == "__main__":
+    main()
