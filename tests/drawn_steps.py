@@ -199,13 +199,22 @@ ILL = {"long tail": 9.0, "slow rank": 6.6, "slow weight sync": 3.0, "host-bound"
 
 
 def whole_step(
-    folder: Path, *, ranks: int = 8, replicas: int = 4, fault: str = "healthy"
+    folder: Path,
+    *,
+    ranks: int = 8,
+    replicas: int = 4,
+    fault: str = "healthy",
+    slow_rank: int | None = None,
 ) -> Report:
     """Write a GRPO step, and return its report."""
     times = {"long tail": 4.2, "slow rank": 3.0, "slow weight sync": 0.25, "host-bound": 0.002}
     times |= {name: ill for name, ill in ILL.items() if name == fault}
     generated, updated, synced, gap = times.values()
-    slow = range(ranks) if fault != "slow rank" else [ranks * 5 // 8]
+    slow = (
+        range(ranks)
+        if fault != "slow rank"
+        else [ranks * 5 // 8 if slow_rank is None else slow_rank]
+    )
     begins = list(accumulate((generated + 0.2, 0.3, 1.1, updated, synced), initial=0.05))
     names = ("rollout", "reward", "old_log_prob", "update_actor", "update_weights")
     stages = list(zip(names, begins, begins[1:], strict=False))

@@ -23,7 +23,7 @@ from test_top import CLI, write_run
 
 from verl_profiling.cli import COMMANDS, main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
-from verl_profiling.commands.view import TimelineServer
+from verl_profiling.commands.timeline_server import TimelineServer
 from verl_profiling.watch.sinks import WatchLog
 
 

@@ -5,7 +5,7 @@ const { main, open, settled, violations } = require("./page.js");
 
 main(async ([executablePath, address, folder]) => {
   const { browser, page, seen } = await open(executablePath, address);
-  const bars = page.locator("#stages-of-each-step .step");
+  const bars = page.locator("#every-captured-step .step");
   const shot = async (name) => folder && page.screenshot({ path: path.join(folder, name) });
 
   seen.axe = await violations(page);

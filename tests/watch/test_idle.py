@@ -420,9 +420,9 @@ def test_top_the_page_the_report_and_trackers_show_it(
     assert sentence in capsys.readouterr().out
     assert main(["report", str(tmp_path), "--save"]) == 0
     assert sentence in (folder / "report.html").read_text()
-    page = (tmp_path / "index.html").read_text().partition('id="every-step"')[2]
+    page = (tmp_path / "index.html").read_text().partition('id="who-waits')[2]
     page = re.sub(r"<[^>]+>", "", page.partition("</section>")[0])
-    assert f"Step 12: {sentence}. Step 12: rollout waits 70%" in page
+    assert f"In step 12.{sentence}rollout waits 70%" in page
     [watched] = [json.loads((folder / "report.json").read_bytes())["watched"]]
     assert watched["trainer_idle"] == {"share": 0.3, "cause": "rollout", "cause_share": 0.3}
     values = values_of(made)

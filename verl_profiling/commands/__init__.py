@@ -26,7 +26,7 @@ COMMANDS = {
     "demo": "train a tiny policy here, capture a step, and show its report",
     "merge": "write one timeline of a step, to open in Perfetto",
     "report": "show the use of a step's time: stages, workers, idle time by cause",
-    "view": "open a step's timeline and report in the browser",
+    "view": "open the page of a run, or a step's timeline and report, in the browser",
     "top": "show a running job, live: steps, stages, slow processes, captures so far",
     "diff": "compare two steps or runs, or several runs a side",
     "what-if": "show the critical path of a step, and predict the step after changes",

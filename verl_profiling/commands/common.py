@@ -31,6 +31,7 @@ from verl_profiling.steps.load import Load, load_of
 from verl_profiling.units import duration, visible
 
 _CAPTURES = 5  # the most captures that a view of a run names
+_RECENT = 1000  # steps by which stages are judged to vary: longer takes seconds
 
 
 def add_paths(parser: argparse.ArgumentParser) -> None:
@@ -179,7 +180,7 @@ def run_view(
         is_over=bool(over),
         is_well=not hangs and not is_gone,
         watch=steps,
-        varying=varying_stages(steps, thresholds_of(info)),
+        varying=varying_stages(steps[-_RECENT:], thresholds_of(info)),
         captures=captures,
         latest=latest,
         note=note,

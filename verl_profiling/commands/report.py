@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 from rich.console import Console
@@ -34,15 +35,25 @@ from verl_profiling.report.exports import write_csv, write_tensorboard
 from verl_profiling.report.findings import OWN_COST, USUAL
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
-from verl_profiling.report.run_page import RUN_PAGE, render_run, stage_seconds
+from verl_profiling.report.run_page import RUN_PAGE, render_run
+from verl_profiling.report.run_steps import RunCapture
 from verl_profiling.report.run_table import print_run
 from verl_profiling.report.sentences import counted
 from verl_profiling.report.tables import TABLES
 from verl_profiling.report.terminal import fitting_console, print_report
-from verl_profiling.report.watch_frame import STEP, RunView, seconds_of, watch_frame, watch_sentence
+from verl_profiling.report.watch_frame import (
+    STEP,
+    CaptureHead,
+    RunView,
+    capture_heads,
+    seconds_of,
+    stage_seconds,
+    watch_frame,
+    watch_sentence,
+)
 from verl_profiling.steps.deaths import attempts_of, death_in
 from verl_profiling.steps.inputs import how_to_capture, is_uncaptured, the_run
-from verl_profiling.units import visible
+from verl_profiling.units import visible, visible_text_of
 
 _Steps = list[tuple[CapturedStep, Report]]
 _WATCHED = "steps of the watch, exposed time"
@@ -150,11 +161,17 @@ def _show_run(run: Path, steps: _Steps, arguments: argparse.Namespace) -> list[P
         _print_run(view, reports)
     if not arguments.save:
         return []
-    pages = [step.output("report.html") for step, _ in steps]
+    heads = capture_heads(run)
+    captures = []
+    for step, report in steps:
+        name = step.directory.name
+        page = step.output("report.html").relative_to(run)
+        link, report = quote(page.as_posix()), visible_text_of(report)
+        captures.append(RunCapture(name, heads.get(name) or CaptureHead(), link, report=report))
     death = death_in(run)
-    said = hangs if death is None else death.sentence()
-    page = render_run(run, pages, reports, history, said, [*attempts_of(run)])
-    _write(run / RUN_PAGE, page.encode())
+    end = "" if death is None else death.sentence()
+    content = render_run(view, captures, end, [*attempts_of(run)])
+    _write(run / RUN_PAGE, content.encode())
     return [run / RUN_PAGE]
 
 

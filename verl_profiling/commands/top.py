@@ -14,23 +14,19 @@ from __future__ import annotations
 import argparse
 import time
 from contextlib import suppress
-from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
 
 from verl_profiling.commands import add_json, at_least_0, local_path, option, print_json
-from verl_profiling.commands.common import run_view
+from verl_profiling.commands.live_run import LiveRun
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.run_files import read_run
-from verl_profiling.files.step_summary import StepSummary
-from verl_profiling.files.watch_log import WATCH_LOG, WatchLogReader, has_watch_log, latest_step
-from verl_profiling.manifest import RunInfo
+from verl_profiling.files.watch_log import WATCH_LOG, has_watch_log
 from verl_profiling.report.terminal import fitting_console
-from verl_profiling.report.watch_frame import RunView, logged_steps, watch_frame
+from verl_profiling.report.watch_frame import RunView, watch_frame
 from verl_profiling.steps.inputs import the_run
 
-_STEPS = 200  # the latest steps that are shown
 _FASTEST_S = 0.1  # the shortest interval
 
 
@@ -54,6 +50,11 @@ def run(arguments: argparse.Namespace) -> bool:
     folder = the_run(arguments.run, live=True)
     if not folder.is_dir():
         raise TraceFormatError(folder, "no such folder of a run")
+    if not (has_watch_log(folder) or ((info := read_run(folder)) and info.is_watched)):
+        raise TraceFormatError(
+            folder,
+            f"has no {WATCH_LOG}; start the run with watch.enable=true to log its steps",
+        )
     live_run = LiveRun(folder)
     console = Console(highlight=False)
     if arguments.json:
@@ -83,50 +84,3 @@ def _follow(live_run: LiveRun, console: Console, interval_s: float) -> RunView:
     if view.is_over:
         console.print(watch_frame(view))
     return view
-
-
-class LiveRun:
-    """Reads the watch log and ``run.json`` of a run again and again.
-
-    Raises:
-        TraceFormatError: The run has no watch log, and its watch is off.
-
-    Attributes:
-        run: The run's folder.
-    """
-
-    # Whether the next read may fail: on a busy network share, one read fails now and then.
-    _may_fail = False
-
-    def __init__(self, run: Path) -> None:
-        self.run = run
-        self._log = WatchLogReader(run)
-        self._steps: list[StepSummary] = []
-        self._latest: list[StepSummary] = []
-        self._info: RunInfo | None = None
-        if not (has_watch_log(run) or ((info := read_run(run)) and info.is_watched)):
-            raise TraceFormatError(
-                run,
-                f"has no {WATCH_LOG}; start the run with watch.enable=true to log its steps",
-            )
-
-    def read(self) -> RunView:
-        """Read the new steps of the watch log, and return the run as it is now."""
-        try:
-            self._read()
-            self._may_fail = True
-        except TraceFormatError:
-            if not self._may_fail:
-                raise
-            self._may_fail = False
-        hangs = "".join(line.hangs for line in self._latest)
-        return run_view(self.run, self._info, self._steps, hangs)
-
-    def _read(self) -> None:
-        lines: list[StepSummary] = []
-        try:
-            lines.extend(self._log.read())
-        finally:  # lines before an error are not read again
-            self._steps = logged_steps(lines, self._steps)[-_STEPS:]
-            self._latest = latest_step([*self._latest, *lines])
-        self._info = read_run(self.run)

@@ -22,7 +22,8 @@ from verl_profiling import clock
 from verl_profiling.capture.session import process_session
 from verl_profiling.controller.spmd import PROBLEMS, Ranks
 from verl_profiling.controller.worker_calls import Call, Postponed, Target, WorkerLostError
-from verl_profiling.files.opener import make_folder, read_small, remove_file
+from verl_profiling.files.hang_files import ended_hang
+from verl_profiling.files.opener import make_folder, read_small, remove_file, whole_file
 from verl_profiling.files.run_files import write_json_atomically
 from verl_profiling.files.step_summary import Hang, RankUse, StepSummary
 from verl_profiling.units import duration
@@ -178,6 +179,8 @@ class HangWatch:
         self._examined = None
         if step is None or self.is_left:
             return
+        if self.hanging is step:
+            self._keep_stacks(step)
         with suppress(OSError):  # removed already
             remove_file(self.folder / LOOP_FILE)
         if self.hanging is step:
@@ -186,6 +189,16 @@ class HangWatch:
             logger.warning("watch: step %d goes on, %s after its begin", step.step, seconds)
             if step is self.loop.step:
                 self.log(msgspec.structs.replace(step, hang=None))
+
+    def _keep_stacks(self, step: StepSummary) -> None:
+        """Copy the files of the loop and of the process that it waited for, for the run's page."""
+        kept = self.folder / ended_hang(step.step)
+        lane = step.hang.lane if step.hang else ""
+        with suppress(OSError):  # a process that is dead has none
+            make_folder(kept)
+            for name in (LOOP_FILE, f"{lane}.json"):
+                with whole_file(kept / name) as file:
+                    file.write(read_small(self.folder / name))
 
     def _usual_s(self, stage: str) -> float | None:
         """Return the median duration of a stage over the last steps without a hang (s).

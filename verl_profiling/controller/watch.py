@@ -28,6 +28,7 @@ from verl_profiling.controller.rank_summaries import RankSummaries
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.spmd import Ranks
 from verl_profiling.controller.worker_calls import Call, Postponed, Worker
+from verl_profiling.files.hang_files import HANGS
 from verl_profiling.files.step_summary import Period, RankUse, StepSummary
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import finite_numbers
@@ -135,7 +136,7 @@ class Watch:
     def log_into(self, run: Path) -> None:
         """Write the summaries into the run's folder until training ends."""
         self.logs = RunLogs(run, self.options.sinks or ())
-        self.hangs = HangWatch(self, run / "hangs", self.logs)
+        self.hangs = HangWatch(self, run / HANGS, self.logs)
 
     def step_begins(self, step: int, policy_version: int | None = None) -> None:
         """Record the begin of a step and the end of the previous step."""

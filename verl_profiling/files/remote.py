@@ -120,6 +120,17 @@ class RemoteFolder:
         data: bytes = self._fs.cat_file(f"{self._path}/{name}", end=SMALL_BYTES)
         return data
 
+    def files(self) -> dict[str, dict[str, object]]:
+        """Return what the file system knows of each file below the folder, e.g. its size."""
+        self._fs.invalidate_cache()
+        found = self._fs.find(self._path, detail=True)
+        return {path.removeprefix(f"{self._path}/"): facts for path, facts in found.items()}
+
+    def get(self, name: str, local: Path) -> None:
+        """Download a file."""
+        local.parent.mkdir(parents=True, exist_ok=True)
+        self._fs.get_file(f"{self._path}/{name}", str(local))
+
     def create(self, name: str, data: bytes) -> bool:
         """Write a file unless it exists; return whether the file then has the content ``data``.
 

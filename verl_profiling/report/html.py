@@ -180,13 +180,19 @@ def _mean(loads: Sequence[Sequence[int]]) -> list[float]:
     return [round(sum(part) / len(loads), 1) for part in zip_longest(*loads, fillvalue=0)]
 
 
-_PICTURE = ("d3.min.js", "picture.js")
 _TOP = 10  # rows of a folded table, as in page.css
 _LONGEST_NAME = 64
 _INDENT = "\N{NO-BREAK SPACE}"
 
 
-def document(title: str, subtitle: str, sections: str, data: dict[str, Any] | None = None) -> str:
+def document(
+    title: str,
+    subtitle: str,
+    sections: str,
+    data: dict[str, Any] | None = None,
+    *,
+    follows: bool = False,
+) -> str:
     """Return a page that loads no other files, and is readable and printable without scripts.
 
     Args:
@@ -194,16 +200,16 @@ def document(title: str, subtitle: str, sections: str, data: dict[str, Any] | No
         subtitle: Line beside the heading, as plain text.
         sections: Content of the page, as HTML.
         data: Data of the picture; ``None`` for a page without a picture.
+        follows: Whether the page fetches itself again and again, and shows what is new.
     """
     drawn = ""
+    if follows:
+        drawn = _script("follow.js")
     if data is not None:  # escaped: no name in it can end the script
         text = msgspec.json.encode(data).decode()
         text = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-        library, program = map(_file, _PICTURE)
-        drawn = (
-            f'<script type="application/json" id="data">{text}</script><script>{library}</script>'
-        )
-        drawn += f'<script>"use strict";\n(() => {{\n{program}\n}})();</script>'
+        drawn = f'<script type="application/json" id="data">{text}</script>'
+        drawn += f"<script>{_file('d3.min.js')}</script>{_script('picture.js')}"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -211,10 +217,12 @@ def document(title: str, subtitle: str, sections: str, data: dict[str, Any] | No
         f"<style>{_file('page.css')}</style></head><body>"
         f"<header><h1><bdi>{escape(title)}</bdi></h1><p>{escape(subtitle)}</p>"
         '<button id="theme" type="button" title="switch theme">light / dark</button></header>'
-        f'<main>{sections}</main><script>"use strict";\n(() => '
-        f"{{\n{_file('page.js')}\n}})();</script>{drawn}"
-        "</body></html>\n"
+        f"<main>{sections}</main>{_script('page.js')}{drawn}</body></html>\n"
     )
+
+
+def _script(name: str) -> str:
+    return f'<script>"use strict";\n(() => {{\n{_file(name)}\n}})();</script>'
 
 
 def figures_section(items: Iterable[Figure]) -> str:
@@ -264,7 +272,7 @@ def table(
     )
     body = ""
     for row, key in zip(rows, keys or [""] * len(rows), strict=True):
-        body += f"<tr>{''.join(_cells(row, key))}</tr>"
+        body += f"<tr>{''.join(_cells(headings, row, key))}</tr>"
     more = f'<label class="fold"><input type="checkbox"> all {len(rows)}</label>' * (
         len(rows) > _TOP
     )
@@ -287,17 +295,20 @@ def stacked(parts: Iterable[tuple[str, float, str]]) -> str:
     return ""
 
 
-def _cells(row: Sequence[Cell], key: str) -> Iterable[str]:
-    for column, (value, text, link) in enumerate(row):
-        mark = ""
-        if key and not column:
-            mark = f'<i class="{escape(key)}"></i>'
+def _cells(headings: Sequence[str], row: Sequence[Cell], key: str) -> Iterable[str]:
+    """Yield the cells of a row; on a narrow screen, each shows its heading (page.css)."""
+    mark = f'<i class="{escape(key)}"></i>' if key else ""
+    for heading, (value, text, link) in zip(headings, row, strict=True):
+        shown = f'data-h="{escape(heading)}"'
         if value is None:
-            yield '<td class="n" data-v="-1">&ndash;</td>'
+            yield f'<td class="n" {shown} data-v="-1">&ndash;</td>'
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield f'<td class="n" data-v="{value:g}">{mark}{_anchor(escape(text), link)}</td>'
+            number = _anchor(escape(text), link)
+            yield f'<td class="n" {shown} data-v="{value:g}">{mark}{number}</td>'
         else:
-            yield f"<td>{mark}{_anchor(_name(text), link)}</td>"
+            name = _name(text) if value else f'<bdi class="said">{escape(text)}</bdi>'
+            yield f"<td {shown}>{mark}{_anchor(name, link)}</td>"
+        mark = ""
 
 
 def _anchor(shown: str, address: str) -> str:

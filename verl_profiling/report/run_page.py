@@ -1,312 +1,213 @@
-"""Renders the page of a run: its captured steps side by side,
-with links to the pages of the steps.
+"""Renders the page of a run: whether it is healthy, what changed when, and what to do; its steps,
+and its captures with links to the pages of the steps.
+
+A saved page and one that follows a run are the same, but for a script that fetches it again.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from itertools import chain
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 from urllib.parse import quote
 
+from rich.table import Table
+
+from verl_profiling.files.hang_files import HANGS, HangStacks, ended_hang, read_stacks
 from verl_profiling.files.step_summary import StepSummary
-from verl_profiling.numbers.idle_causes import cause_name
-from verl_profiling.report.colours import stage_class
-from verl_profiling.report.html import document, figures_section, page_title, section, table
-from verl_profiling.report.model import Report
-from verl_profiling.report.sentences import Figure, axis_top, waits
-from verl_profiling.report.tables import Cell, named, timed
-from verl_profiling.report.watch_frame import (
-    IN_NO_STAGE,
-    captures_so_far,
-    excess,
-    noticed_in,
-    slowest,
+from verl_profiling.report.health import Event, Health, events, health
+from verl_profiling.report.html import document, figures_section, section, table
+from verl_profiling.report.run_steps import (
+    LATEST,
+    RunCapture,
+    captured_steps,
+    latest_steps,
+    logged_bars,
 )
+from verl_profiling.report.sentences import Figure, number, waits
+from verl_profiling.report.step_bars import Bar, bars_section, merged
+from verl_profiling.report.tables import named, said
+from verl_profiling.report.watch_frame import RunView, excess, slowest, tables_of
 from verl_profiling.steps.deaths import Attempt
-from verl_profiling.steps.inputs import how_to_capture
-from verl_profiling.units import duration, local_time, visible, visible_text_of
+from verl_profiling.units import byte_size, duration, local_time, visible
 
 RUN_PAGE = "index.html"
-_MOST_BARS = 600
-_MOST_LABELS = 12
-_MOST_LINES = 3  # times in the title of a bar; a table has all
-_FLEX = 1e6  # CSS leaves a part of a bar empty where the factors add up to less than 1
-_THINNEST = 0.01  # thinnest part of a bar that is drawn, as a share of the axis: two pixels
-_MOST_STAGES = 15
-_MOST_CAPTURES = 1000
-
-
-class _Step(NamedTuple):
-    """A step on the page, from the log of the watch or from a capture.
-
-    ``stages`` are seconds by name; ``captured`` says who requested the step's capture.
-    """
-
-    title: str
-    link: str
-    seconds: float
-    stages: Mapping[str, float]
-    captured: str = ""
+_MOST_BARS = 300  # of about four pixels each
+_NEAR = 100  # steps on each side of the slowest one, with which it is compared
+_RECENT = 200  # steps in the tables, as in `top`
+_MOST_CHANGES = 3  # sentences on the first screen; the tables have all
+_MOST_EVENTS = 100
+_MOST_HANGS = 10
 
 
 def render_run(
-    directory: Path,
-    pages: Sequence[Path],
-    reports: Sequence[Report],
-    watched: Sequence[StepSummary] = (),
-    hangs: str = "",
+    view: RunView,
+    captures: Sequence[RunCapture],
+    end: str = "",
     attempts: Sequence[Attempt] = (),
+    *,
+    follows: bool = False,
 ) -> str:
     """Return the page of a run.
 
     Args:
-        directory: The run's folder, in which the page will be written.
-        pages: Page of each captured step, below the run's folder.
-        reports: Reports of the captured steps, in order; may be empty.
-        watched: Step summaries in the log of the watch, in order.
-        hangs: A sentence on the step that hangs, or on a run that ended badly; empty if none.
+        view: The run, with all steps in the log of its watch.
+        captures: Its captures, in order.
+        end: A sentence on a run that ended badly; empty for any other.
         attempts: All starts of the run, if there are several.
+        follows: Whether the page fetches itself again and again.
     """
-    reports = list(map(visible_text_of, reports))
-    links = [quote(page.relative_to(directory).as_posix()) for page in pages]
-    steps = [
-        _Step(page_title(report), link, report.span_us / 1e6, stage_seconds(report))
-        for report, link in zip(reports, links, strict=True)
-    ]
-    by_step = {report.step: link for report, link in zip(reports, links, strict=True)}
-    logged = _logged(directory, watched, by_step)
-    ran = logged or steps
-    content = (
-        f'<section id="hang" aria-label="Hang"><p>{escape(visible(hangs))}</p></section>'
-        * bool(hangs)
-    )
-    content += _attempts(directory, attempts)
-    if ran:
-        content += figures_section(_figures(ran))
-    if not steps:
-        note = escape(visible(how_to_capture(directory)))
-        content += f'<section id="findings" aria-label="Captures"><p>{note}</p></section>'
-    if logged:
-        said = [f"Step {watched[-1].step}: {one}." for one in waits(watched[-1])]
-        note = " ".join(
-            ["Exposed time: the part of the step's duration that each stage caused.", *said]
+    steps = view.watch
+    found = events(steps)
+    causes = {one.head.trigger.noticed: one for one in captures}
+    content = _health(health(view, found, end, _cause_of(found, causes)), view)
+    bars = logged_bars(steps, captures, found)
+    shown = bars or [capture.bar for capture in captures if capture.report]
+    if shown:
+        content += figures_section(_figures(shown, steps))
+        content += bars_section(
+            "Every step" if bars else "Every captured step", merged(shown, _MOST_BARS)
         )
-        title = "Every step"
-        if logged[_MOST_BARS:]:
-            title = f"The last {_MOST_BARS} steps"
-        content += _trend(title, logged[-_MOST_BARS:], note)
-    content += _noticed(watched, reports, links)
+    if len(bars) > _MOST_BARS:
+        content += bars_section(f"The last {LATEST} steps", bars[-LATEST:])
+    content += _events(found, causes)
+    content += _hangs(view, [event.step for event in found if event.kind == "hang"])
+    content += captured_steps(captures)
     if steps:
-        content += "".join(_tables(steps, reports))
-    count = f"{len(reports) or 'no'} captured step{'s' if len(reports) > 1 else ''}"
-    return document(visible(directory.resolve().name), count, content)
+        lines = "".join(f"<li>{_text(line)}</li>" for line in waits(steps[-1]))
+        note = f"In step {steps[-1].step}."
+        content += section("Who waits for whom", f"<ul>{lines}</ul>" * bool(lines), note)
+        for title, rows in tables_of(steps[-_RECENT:]).items():
+            content += section(title, _html(title, rows))
+        content += latest_steps(steps[-LATEST:], bars[-LATEST:])
+    content += _attempts(view.run, attempts)
+    count = f"{len(captures) or 'no'} captured step{'s' if len(captures) > 1 else ''}"
+    name = visible(view.run.resolve().name)
+    return document(name, count, content, follows=follows)
 
 
-def _noticed(
-    watched: Sequence[StepSummary], reports: Sequence[Report], links: Sequence[str]
-) -> str:
-    """Return a table of the anomalies that the watch noticed,
-    with the capture or the reason for none.
-    """
-    captures = {}
-    for report, link in zip(reports, links, strict=True):
-        if report.capture_request is not None:
-            captures[report.capture_request.noticed] = named(page_title(report), link)
-    rows = []
-    for anomaly, why in noticed_in(watched):
-        outcome = named(f"not captured: {why}" if why else "not captured")
-        capture = captures.get(anomaly.noticed, outcome)
-        step = named(f"Step {anomaly.noticed}")
-        rows.append([step, named(anomaly.sign), named(anomaly.reason), capture])
-    note = "What the watch noticed, whether it was captured or not."
-    shown = table("Noticed", ("step", "sign", "reason", "capture"), rows)
-    if rows:
-        return section("Noticed", shown, note)
-    return ""
+def _cause_of(found: Sequence[Event], causes: Mapping[int | None, RunCapture]) -> str:
+    """Return the first finding of the capture of the last anomaly; empty without a capture."""
+    capture = causes.get(max((event.step for event in found if event.lasts), default=None))
+    return f"{capture.title}: {capture.first_finding}" if capture else ""
 
 
-def _attempts(directory: Path, attempts: Sequence[Attempt]) -> str:
-    """Return a table of all starts of a run: when, which steps, and how each ended."""
-    rows = []
-    for attempt in attempts:
-        name = attempt.folder.resolve().name
-        link = ""
-        if attempt.folder != directory:
-            link = quote(os.path.relpath(attempt.folder / RUN_PAGE, directory))
-        steps = "none" if attempt.steps is None else "{} to {}".format(*attempt.steps)
-        begun = local_time(attempt.info.begin_ns)
-        rows.append([named(name, link), named(begun), named(steps), named(attempt.end)])
-    return section("Attempts", table("Attempts", ("start", "begun", "steps", "end"), rows))
+def _html(title: str, rows: Table) -> str:
+    """Return a table of the terminal as HTML."""
+    columns = [[named(str(cell)) for cell in column.cells] for column in rows.columns]
+    headings = [str(column.header) for column in rows.columns]
+    return table(title, headings, [*zip(*columns, strict=True)])
 
 
-def _figures(ran: Sequence[_Step]) -> Iterator[Figure]:
-    took = [step.seconds for step in ran]
+def _health(state: Health, view: RunView) -> str:
+    """Return the first section: the state, what changed, and what to do."""
+    changed = list(state.changed[:_MOST_CHANGES])
+    if len(state.changed) > _MOST_CHANGES:
+        changed.append(f"and {len(state.changed) - _MOST_CHANGES} more, below")
+    running = "" if view.is_over else "running: "
+    rows = {"State": [running + view.state], "What changed": changed, "What to do": state.advice}
+    shown = ""
+    for title, sentences in rows.items():
+        lines = "".join(f"<dd>{_text(line)}</dd>" for line in filter(None, sentences))
+        if lines:
+            shown += f"<div><dt>{title}</dt>{lines}</div>"
+    return (
+        f'<section id="health" class="{state.kind}" aria-label="Health">'
+        f"<p><strong>{_text(state.verdict)}</strong></p><dl>{shown}</dl></section>"
+    )
+
+
+def _text(line: str) -> str:
+    return escape(visible(line))
+
+
+def _figures(bars: Sequence[Bar], steps: Sequence[StepSummary]) -> Iterator[Figure]:
+    took = [bar.seconds for bar in bars]
     spread = f"of {len(took):,} steps, from {duration(min(took))} to {duration(max(took))}"
     yield Figure("Step, median", duration(median(took)), spread)
     index = slowest(took)
     over = took[index] - median(took)
     line = f"{duration(took[index])}, {duration(over, signed=True)} over the median"
-    if len(ran) > 1 and (found := excess([step.stages for step in ran], index)):
-        line += f", most in {found[0]} ({duration(found[1], signed=True)})"
+    near = bars[max(0, index - _NEAR) : index + _NEAR]
+    if len(bars) > 1 and (most := excess([bar.stages for bar in near], min(index, _NEAR))):
+        line += f", most in {most[0]} ({duration(most[1], signed=True)})"
     if took[0] > took[index]:
         line += f"; the first took {duration(took[0])}"
-    yield Figure("Slowest", ran[index].title, line)
+    yield Figure("Slowest", bars[index].title, line)
+    if steps:
+        yield from _of_last(steps[-1])
 
 
-def stage_seconds(report: Report) -> dict[str, float]:
-    """Return the time of each outermost stage of the controller, and of the rest of the step."""
-    return {row.name: row.duration_us / 1e6 for row in report.stages if row.depth == 0}
+def _of_last(last: StepSummary) -> Iterator[Figure]:
+    """Yield figures of the last step: its duration, rates, waits and memory."""
+    ended = local_time(last.end_ns).partition(" ")[2]
+    yield Figure("Last step", duration(last.seconds), f"step {last.step}, ended at {ended}")
+    if last.samples:
+        rate = last.rates.get("tokens_per_s")
+        line = f"{number(rate)} tokens per second" if rate else "in the last step"
+        yield Figure("Samples per second", number(last.rates["samples_per_s"]), line)
+    if last.trainer_idle is not None and last.rollout_idle is not None:
+        line = f"of the step; the rollout waits {last.rollout_idle.share:.0%}"
+        yield Figure("Trainer waits", f"{last.trainer_idle.share:.0%}", line)
+    peaks = {row.lane: row.peak_bytes for row in last.memory if row.peak_bytes}
+    if peaks:
+        lane = max(peaks, key=peaks.__getitem__)
+        yield Figure("Memory, highest peak", byte_size(peaks[lane]), lane)
 
 
-def _tables(steps: Sequence[_Step], reports: Sequence[Report]) -> Iterator[str]:
-    whose = reports[0].whose
-    note = f"{whose.title()}-seconds that are idle or wait for other ranks, by cause."
-    yield _trend("Stages of each step", steps)
-    if any(report.lost for report in reports):
-        lost = [step._replace(stages=one.lost_s) for step, one in zip(steps, reports, strict=True)]
-        yield _trend(
-            "Lost time of each step",
-            lost,
-            note,
-            lambda name: f"k-{name}",
-            cause_name,
-        )
+def _events(found: Sequence[Event], causes: Mapping[int | None, RunCapture]) -> str:
+    """Return a table of the notices and hangs, each with the capture or the reason for none."""
     rows = []
-    for step, report in zip(steps, reports, strict=True):
-        busy = report.working_share
-        first = ""
-        if report.findings:
-            first = report.findings[0].text
-        row = {
-            "took": timed(step.seconds),
-            "busy": Cell(busy, "" if busy is None else f"{busy:.1%}"),
-            f"lost {whose}-seconds": timed(sum(report.lost_s.values())),
-            "most lost by": named(cause_name(_largest(report.lost_s))),
-            "slowest stage": named(_largest(step.stages)),
-            "first finding": named(first, step.link if first else ""),
-        }
-        rows.append(row)
-    yield section("Steps", _by_step("Steps", steps, rows))
+    for event in found[: -_MOST_EVENTS - 1 : -1]:
+        is_hang = event.kind == "hang"
+        why = f": {event.why_not}" if event.why_not else ""
+        outcome = said("" if is_hang else f"not captured{why}")
+        capture = causes.get(event.step)
+        if capture is not None and not is_hang:
+            outcome = said(f"{capture.title}: {capture.first_finding}", capture.link)
+        at = local_time(event.at_ns) if event.at_ns else ""
+        cells = [named(f"Step {event.step}"), named(at), said(event.what), named(event.who)]
+        rows.append([*cells, named(event.now), outcome])
+    headings = ("step", "ended", "what", "process", "now", "capture")
+    note = "By the watch, the latest first, whether it was captured or not."
+    return section("Noticed", table("Noticed", headings, rows), note)
 
 
-def _largest(seconds: Mapping[str, float]) -> str:
-    return max(seconds, key=lambda name: seconds[name], default="")
+def _hangs(view: RunView, ended: Sequence[int]) -> str:
+    """Return the stacks of the processes in the open hang, and in ended ones."""
+    folder = view.run / HANGS
+    content = ""
+    if view.hangs:
+        content = _stacks("Now", read_stacks(folder, view.hangs), " open")
+    for step in ended[: -_MOST_HANGS - 1 : -1]:
+        content += _stacks(f"Step {step}, ended", read_stacks(folder / ended_hang(step)))
+    return section("Hangs", content, "The stacks of the processes, as they wrote them themselves.")
 
 
-def _trend(
-    title: str,
-    steps: Sequence[_Step],
-    note: str = "",
-    key: Callable[[str], str] = stage_class,
-    shown: Callable[[str], str] = str,
-) -> str:
-    """Return a section with a stacked bar of stages for each step, and a table of the times.
+def _stacks(title: str, processes: Sequence[HangStacks], opened: str = "") -> str:
+    content = ""
+    for process in processes:
+        frames = ""
+        for name, lines in (process.threads | process.tasks).items():
+            stack = "\n".join(map(_text, lines))
+            frames += f"<p><bdi>{_text(name)}</bdi></p><pre>{stack}</pre>"
+        summary = f"{title}: <bdi>{_text(process.lane)}</bdi> <bdi>{_text(process.code)}</bdi>"
+        content += f"<details{opened}><summary>{summary}</summary>{frames}</details>"
+        opened = ""
+    return content
 
-    The title of a bar has the longest stages, and captured steps are links.
 
-    Args:
-        title: Title of the section.
-        steps: The steps.
-        note: Sentence below the title.
-        key: Function that returns the colour class of a stage.
-        shown: Function that returns the shown name of a stage.
-    """
-    names = list(dict.fromkeys(chain.from_iterable(step.stages for step in steps)))
-    totals = [sum(step.stages.values()) for step in steps]
-    top = axis_top(totals) or 1.0
-    every = -(-len(steps) // _MOST_LABELS)
-    bars = ""
-    marks = dict[str, str]()
+def _attempts(run: Path, attempts: Sequence[Attempt]) -> str:
+    """Return a table of all starts of a run: when, which steps, and how each ended."""
     rows = []
-    for index, (step, total) in enumerate(zip(steps, totals, strict=True)):
-        mark = _mark(step, total, top)
-        marks |= mark
-        stacked = ""
-        for name in names:
-            if step.stages.get(name, 0.0) > _THINNEST * top:
-                flex = f"flex:{_FLEX * step.stages[name]:.3g}"
-                stacked += f'<i class="{escape(key(name))}" style="{flex}"></i>'
-        label = "" if index % every else f"<b>{escape(step.title.removeprefix('Step '))}</b>"
-        drawn = "".join(f"<u>{sign}</u>" for sign in mark) + stacked + label
-        tag, link = ("a", f' href="{escape(step.link)}"') if step.link else ("div", "")
-        bars += (
-            f'<{tag} class="step"{link} title="{escape(_bar_title(step, total, shown))}" '
-            f'style="height:{min(total / top, 1):.2%}">{drawn}</{tag}>'
-        )
-        row = {"took": timed(step.seconds)}
-        row |= {shown(name): timed(step.stages.get(name)) for name in names}
-        if step.captured:
-            row["captured"] = named(step.captured)
-        rows.append(row)
-    legend = ""
-    for name in names:
-        legend += f'<li><i class="{escape(key(name))}"></i><bdi>{escape(shown(name))}</bdi></li>'
-    for sign, meaning in marks.items():
-        legend += f"<li>{sign} {meaning}</li>"
-    axis = f'<span>{duration(top)}</span><span style="bottom:50%">{duration(top / 2)}</span>'
-    trend = f'<ul class="legend">{legend}</ul><div class="trend">{axis}{bars}</div>'
-    return section(title, trend + _by_step(title, steps, rows), note)
-
-
-def _mark(step: _Step, total: float, top: float) -> dict[str, str]:
-    """Return the sign above a bar with its meaning, if it has one."""
-    if step.captured:
-        return {"▼": "captured"}
-    # sums of floats differ in their last digits
-    if total > 1.001 * top:
-        return {"▲": "beyond the axis"}
-    return {}
-
-
-def _bar_title(step: _Step, total: float, shown: Callable[[str], str]) -> str:
-    """Return the time of a step, who requested its capture, and its longest stages."""
-    parts = [f"{step.title[:1].lower()}{step.title[1:]}: {duration(total)}"]
-    if step.captured:
-        parts.append(f"captured: {step.captured}")
-    longest = sorted(step.stages.items(), key=lambda stage: -stage[1])[:_MOST_LINES]
-    parts += [f"{shown(name)} {duration(took)}" for name, took in longest if took > 0]
-    return ", ".join(parts)
-
-
-def _by_step(title: str, steps: Sequence[_Step], rows: Sequence[Mapping[str, Cell]]) -> str:
-    """Return a table with a row for each step and a column for each name in the rows."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [
-        [named(step.title, step.link), *(row.get(name, Cell(None, "")) for name in names)]
-        for step, row in zip(steps, rows, strict=True)
-    ]
-    if not names:
-        return ""
-    return table(title, ("step", *map(visible, names)), cells)
-
-
-def _logged(
-    run: Path, steps: Sequence[StepSummary], links: Mapping[int | None, str]
-) -> list[_Step]:
-    """Return the steps in the log of the watch.
-
-    Args:
-        run: The run's folder.
-        steps: The step summaries of the log, in order.
-        links: Links to the pages of captured steps.
-    """
-    _, requesters = captures_so_far(run, _MOST_CAPTURES)
-    totals = Counter[str]()
-    for step in steps:
-        totals.update(step.exposed_s)
-    kept = {name: visible(name) or IN_NO_STAGE for name, _ in totals.most_common(_MOST_STAGES)}
-    logged = []
-    for step in steps:
-        stages = defaultdict[str, float](float)
-        for name, seconds in step.exposed_s.items():
-            stages[kept.get(name, "(other stages)")] += seconds
-        link = links.get(step.step, "")
-        captured = visible(requesters.get(step.captured, "yes" if link else ""))
-        logged.append(_Step(f"Step {step.step}", link, step.seconds, stages, captured))
-    return logged
+    for attempt in attempts:
+        name = attempt.folder.resolve().name
+        link = ""
+        if attempt.folder != run:
+            link = quote(os.path.relpath(attempt.folder / RUN_PAGE, run))
+        steps = "none" if attempt.steps is None else "{} to {}".format(*attempt.steps)
+        begun = local_time(attempt.info.begin_ns)
+        rows.append([named(name, link), named(begun), named(steps), said(attempt.end)])
+    return section("Attempts", table("Attempts", ("start", "begun", "steps", "end"), rows))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from math import sqrt
 from statistics import correlation, median
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -82,22 +82,39 @@ def print_run(steps: Sequence[Mapping[str, float]], which: str, console: Console
     print_table(console, f"{len(steps):,} {which}", *cells(shown), note)
 
 
-def _trend(values: Sequence[float], least: float) -> str:
-    """Return the jump in a run, or the drift over it, as text; empty if small or perhaps chance."""
+class Trend(NamedTuple):
+    """A change of a duration in a run.
+
+    Attributes:
+        kind: ``jump`` or ``drift``.
+        seconds: Its size (s).
+        since: Index of the first value after a jump; 0 for a drift.
+    """
+
+    kind: str
+    seconds: float
+    since: int
+
+
+def trend_of(values: Sequence[float], least: float) -> Trend | None:
+    """Return the jump in a run, or the drift over it; ``None`` if small or perhaps chance."""
     ordered, third = sorted(values), len(values) // 3
     ranks = [bisect_left(ordered, value) + bisect_right(ordered, value) for value in values]
     if third == 0 or ordered[0] == ordered[-1]:
-        return ""
+        return None
     split = _jumps_at(values)
     if split:
         kind, change = "jump", median(values[split:]) - median(values[:split])
     elif abs(correlation(ranks, range(len(ranks)))) * sqrt(len(ranks) - 1) >= _BY_CHANCE:
         kind, change = "drift", 1.5 * (median(values[-third:]) - median(values[:third]))
     else:
-        return ""
-    if abs(change) >= least:
-        return f"{kind} {duration(change, signed=True)}"
-    return ""
+        return None
+    return Trend(kind, change, split) if abs(change) >= least else None
+
+
+def _trend(values: Sequence[float], least: float) -> str:
+    trend = trend_of(values, least)
+    return f"{trend.kind} {duration(trend.seconds, signed=True)}" if trend else ""
 
 
 def _jumps_at(values: Sequence[float]) -> int:

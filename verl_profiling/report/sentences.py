@@ -31,7 +31,7 @@ _FLOWS = {
 _BARS = "▁▂▃▄▅▆▇█"
 _NAMED = 0.1  # share of a response's delay from which a reason is named
 _BEYOND = "▲"
-_FAR = 3.0  # multiple of the 90th percentile beyond which a value is off the axis
+_FAR = 2.0  # multiple of the 90th percentile beyond which a value is off the axis
 
 
 class Figure(NamedTuple):
@@ -155,9 +155,18 @@ def request_sentences(request: RequestedCapture | None) -> Iterator[str]:
     reason = request.reason.removeprefix(f"step {request.noticed}: ")
     yield f"captured {request.when} by {request.kind}{by}{named}{noticed}: {reason}"
     if request.history:
-        shown = {"memory": byte_size, "leader": "{:.1%}".format}.get(request.sign, duration)
-        last, before = shown(request.history[-1]), shown(request.median)
+        last = shown_value(request.sign, request.history[-1])
+        before = shown_value(request.sign, request.median)
         yield f"{sparkline(request.history, _MOST_BARS)} {last}, median before {before}"
+
+
+def shown_value(sign: str, value: float) -> str:
+    """Return a value of an anomaly as text: bytes, a share of the step, or a duration."""
+    if sign == "memory":
+        return byte_size(value)
+    if sign == "leader":
+        return f"{value:.1%} of the step"
+    return duration(value)
 
 
 def sentences(report: Report) -> Iterator[str]:
@@ -195,7 +204,7 @@ def sentences(report: Report) -> Iterator[str]:
     )
 
 
-def _most_helpful(saving: Saving, summary: StepSummary) -> str:
+def most_helpful(saving: Saving, summary: StepSummary) -> str:
     """Return a sentence on the change that would help most."""
     change = "in half of its time" if saving.change == "half" else "even over its processes"
     saves, share = duration(saving.saves_ns / 1e9), saving.saves_ns / summary.duration_ns
@@ -220,16 +229,16 @@ def waits(summary: StepSummary | None) -> Iterator[str]:
         sides = "rollout", "training takes", "generation could make"
         yield from _idle_side(idle, TRAINING, taken, made, sides)
     if summary.helps is not None:
-        yield _most_helpful(summary.helps, summary)
+        yield most_helpful(summary.helps, summary)
     if summary.tokens or summary.taken or summary.taken_tokens or summary.counts:
         parts = []
         for flow, names in _FLOWS.items():
             known = [
-                f"{_number(rates[name])} {what}/s" for name, what in names.items() if name in rates
+                f"{number(rates[name])} {what}/s" for name, what in names.items() if name in rates
             ]
             if known:
                 parts.append(f"{flow} {', '.join(known)}")
-        parts += [f"{name} {_number(value)}" for name, value in summary.counts.items()]
+        parts += [f"{name} {number(value)}" for name, value in summary.counts.items()]
         yield "; ".join(parts)
 
 
@@ -251,13 +260,14 @@ def _idle_side(
     side, does, could = words
     sentence = f"{side} waits {idle.share:.0%}, mostly: {idle.cause or 'in no stage'}"
     if idle.cause == other and rate:
-        sentence = f"{side} waits {idle.share:.0%}: {does} {_number(rate)} samples/s"
+        sentence = f"{side} waits {idle.share:.0%}: {does} {number(rate)} samples/s"
         if idle.share < 1:
-            sentence += f", {could} {_number(own_rate / (1 - idle.share))}"
+            sentence += f", {could} {number(own_rate / (1 - idle.share))}"
     yield sentence
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """Return a rate or a count as text, with three digits or more."""
     if value >= 999.5:
         return f"{value:,.0f}"
     return f"{value:.3g}"
@@ -314,7 +324,7 @@ def counted(count: int, what: str) -> str:
 def axis_top(values: Sequence[float]) -> float:
     """Return the largest value without outliers, such as a first step with warm-up.
 
-    Of three values or more, an outlier is above 3 times the 90th percentile.
+    Of three values or more, an outlier is above twice the 90th percentile.
     """
     usual = 0.0
     if len(values) > 2:

@@ -37,6 +37,11 @@ def named(text: str, link: str = "") -> Cell:
     return Cell(shown, shown, link)
 
 
+def said(text: str, link: str = "") -> Cell:
+    """Return the cell of a sentence, which is never folded."""
+    return Cell("", visible(text), link)
+
+
 def without_middle(name: str, most: int = 44) -> str:
     """Return a name cut to ``most`` characters in the middle,
     because kernel names differ at both ends.

@@ -20,9 +20,10 @@ from rich.text import Text
 
 from verl_profiling.capture_request import Trigger
 from verl_profiling.files.opener import read_small
-from verl_profiling.files.step_summary import RoleMemory, StepSummary
+from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.level_shifts import MATTERS, Series, noticed_from
 from verl_profiling.manifest import MANIFEST_NAME, ManifestState, RunInfo
+from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import axis_top, counted, sparkline, waits
 from verl_profiling.report.terminal import table_of
 from verl_profiling.steps.inputs import step_folders
@@ -87,9 +88,33 @@ def seconds_of(step: StepSummary) -> dict[str, float]:
     return {**stages, STEP: step.seconds}
 
 
-class _Head(msgspec.Struct, frozen=True):
+def stage_seconds(report: Report) -> dict[str, float]:
+    """Return the time of each outermost stage of the controller, and of the rest of the step."""
+    return {row.name: row.duration_us / 1e6 for row in report.stages if row.depth == 0}
+
+
+class CaptureHead(msgspec.Struct, frozen=True):
+    """The beginning of a manifest: who requested the capture, and whether it is still open."""
+
     state: ManifestState = "written"
     trigger: Trigger = Trigger()
+    step: int | None = None
+
+    def in_words(self) -> str:
+        """Return who requested the capture, and why."""
+        trigger = self.trigger
+        by = ""
+        if trigger.by and trigger.by not in trigger.reason:
+            by = f" by {trigger.by}"
+        reason = ""
+        if trigger.reason:
+            reason = f": {trigger.reason}"
+        return f"{trigger.kind}{by}{reason}{' (still open)' if self.state == 'begun' else ''}"
+
+
+def capture_heads(run: Path) -> dict[str, CaptureHead | None]:
+    """Return the captures of a run by folder, in order; ``None`` for one without a manifest."""
+    return {folder.name: _head(folder) for folder in step_folders(run)}
 
 
 def captures_so_far(run: Path, most: int) -> tuple[int, dict[str, str]]:
@@ -104,22 +129,18 @@ def captures_so_far(run: Path, most: int) -> tuple[int, dict[str, str]]:
         folders = step_folders(run)
     except OSError:
         return 0, {}
-    return len(folders), {folder.name: _requester(folder) for folder in folders[-most:]}
+    latest = {}
+    for folder in folders[-most:]:
+        head = _head(folder)
+        latest[folder.name] = head.in_words() if head else "no manifest yet"
+    return len(folders), latest
 
 
-def _requester(folder: Path) -> str:
+def _head(folder: Path) -> CaptureHead | None:
     try:
-        head = msgspec.json.decode(read_small(folder / MANIFEST_NAME), type=_Head)
+        return msgspec.json.decode(read_small(folder / MANIFEST_NAME), type=CaptureHead)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return "no manifest yet"
-    trigger = head.trigger
-    by = ""
-    if trigger.by and trigger.by not in trigger.reason:
-        by = f" by {trigger.by}"
-    reason = ""
-    if trigger.reason:
-        reason = f": {trigger.reason}"
-    return f"{trigger.kind}{by}{reason}{' (still open)' if head.state == 'begun' else ''}"
+        return None
 
 
 def slowest(seconds: Sequence[float]) -> int:
@@ -275,23 +296,30 @@ def _drawn(view: RunView) -> Iterator[Text | Table]:
     )
     yield _line((sparkline(took, 2 * _TREND), "cyan"))
     yield Text()
-    yield _stages(steps)
+    yield _stage_table(steps)
     yield from map(_line, waits(latest))
     if view.varying:
         yield _line(_varying_sentence(view.varying))
-    with_spans = [step for step in steps if step.spans]
-    if with_spans:
-        yield Text()
-        yield _spans(with_spans, latest)
-    known = {
-        row.role: row for step in steps for row in step.memory if row.peak_bytes or row.held_bytes
+    for table in (_span_table(steps), _memory_table(steps)):
+        if table.row_count:
+            yield Text()
+            yield table
+
+
+def tables_of(steps: Sequence[StepSummary]) -> dict[str, Table]:
+    """Return the tables of stages, of spans in trajectories, and of memory, by title.
+
+    Args:
+        steps: The latest steps, at least one.
+    """
+    return {
+        "Time by stage": _stage_table(steps),
+        "In trajectories": _span_table(steps),
+        "Memory": _memory_table(steps),
     }
-    if known:
-        yield Text()
-        yield _memory(known.values())
 
 
-def _stages(steps: Sequence[StepSummary]) -> Table:
+def _stage_table(steps: Sequence[StepSummary]) -> Table:
     latest = steps[-1]
     table = table_of("", ("stage", "exposed", "share", "median", "trend", "leads"), texts=(5,))
     by_stage = [step.exposed_s for step in steps]
@@ -314,10 +342,13 @@ def _stages(steps: Sequence[StepSummary]) -> Table:
     return table
 
 
-def _spans(steps: Sequence[StepSummary], latest: StepSummary) -> Table:
+def _span_table(all_steps: Sequence[StepSummary]) -> Table:
+    steps = [step for step in all_steps if step.spans]
+    if not steps:
+        return Table()
     spent = steps[-1]
     which = ""
-    if spent is not latest:
+    if spent is not all_steps[-1]:
         which = f" (step {spent.step})"
     headings = (f"in trajectories{which}", "total", "calls", "mean", "failed", "median", "trend")
     table = table_of("", headings)
@@ -388,9 +419,12 @@ def _varying_sentence(varying: Mapping[str, float]) -> str:
     return f"varying stages: within 8 steps, detected only from {', '.join(shown)} the median"
 
 
-def _memory(rows: Iterable[RoleMemory]) -> Table:
+def _memory_table(steps: Sequence[StepSummary]) -> Table:
+    known = {
+        row.role: row for step in steps for row in step.memory if row.peak_bytes or row.held_bytes
+    }
     table = table_of("", ("memory", "processes", "highest peak", "held", "of"), texts=(4,))
-    for row in rows:
+    for row in known.values():
         peak, held = _size(row.peak_bytes), _size(row.held_bytes)
         table.add_row(*_texts(row.role, str(row.processes), peak, held, row.lane))
     return table

@@ -15,6 +15,8 @@ function sortBy(heading) {
   body.append(...[...body.rows].sort((a, b) => sign * compare(cell(a), cell(b))));
 }
 
-for (const heading of document.querySelectorAll("th")) {
-  heading.querySelector("button").addEventListener("click", () => sortBy(heading));
-}
+// Delegated, as a page that follows a run gets new tables.
+document.addEventListener("click", (event) => {
+  const heading = event.target.closest("th");
+  if (heading) sortBy(heading);
+});

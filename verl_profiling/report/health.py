@@ -1,0 +1,193 @@
+"""Whether a run is healthy, what changed when, and what to do: from the log of its watch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Literal, NamedTuple
+
+from verl_profiling.capture_request import Trigger
+from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.report.run_table import trend_of
+from verl_profiling.report.sentences import counted, most_helpful, shown_value
+from verl_profiling.report.watch_frame import IN_NO_STAGE, RunView, noticed_in
+from verl_profiling.units import duration, listed
+
+_LATEST = 5  # steps whose median is the present value: one quick step is no recovery
+_RECENT = 400  # steps in which a change is searched
+_GROWN = 0.1  # change of a step's duration from which a run is not as usual
+_LEAST_STEPS = 12  # a drift of fewer steps is chance
+
+
+class Event(NamedTuple):
+    """A notice of the watch, or a hang that ended.
+
+    Attributes:
+        step: The step.
+        at_ns: End of the step.
+        kind: ``hang``, or the sign of the anomaly.
+        what: A sentence.
+        who: Names of the processes that may be the cause, else of the stage or the span.
+        now: A sentence on how it is now.
+        lasts: Whether it is still so.
+        why_not: Why it is not captured; empty if unknown, or for a hang.
+    """
+
+    step: int
+    at_ns: int
+    kind: str
+    what: str
+    who: str
+    now: str
+    lasts: bool
+    why_not: str = ""
+
+
+class Health(NamedTuple):
+    """The first screen of a run.
+
+    Attributes:
+        kind: ``bad``, ``warn``, ``calm``, or empty if it is not known.
+        verdict: Whether the run is healthy.
+        changed: What changed when, first what lasts, then the latest.
+        advice: What to do.
+    """
+
+    kind: Literal["bad", "warn", "calm", ""]
+    verdict: str
+    changed: list[str]
+    advice: list[str]
+
+
+def events(steps: Sequence[StepSummary]) -> list[Event]:
+    """Return the notices of the watch and the ended hangs, in order."""
+    ends_ns = {step.step: step.end_ns for step in steps}
+    found = [_hung(step) for step in steps if step.hang is not None]
+    hung = [event.step for event in found]
+    for trigger, why in noticed_in(steps):
+        if trigger.noticed not in hung:  # it was long because it hung
+            found.append(_noticed(trigger, why, steps, ends_ns))
+    return sorted(found, key=lambda event: event.step)
+
+
+def _hung(step: StepSummary) -> Event:
+    hang = step.hang
+    assert hang is not None
+    what = (
+        f"Step {step.step} hung: in {hang.stage or 'no stage'} nothing progressed for "
+        f"{duration(hang.quiet_s)} or longer. It waited for {hang.lane}, which {hang.reason}"
+    )
+    now = f"It went on, and took {duration(step.seconds)}."
+    return Event(step.step, step.end_ns, "hang", what, hang.lane, now, lasts=False)
+
+
+def _noticed(
+    trigger: Trigger, why: str, steps: Sequence[StepSummary], ends_ns: Mapping[int, int]
+) -> Event:
+    step = trigger.noticed or 0
+    later = [_measured(trigger, one) for one in steps if one.step > step and not one.captured]
+    values = [value for value in later if value is not None][-_LATEST:]
+    now, lasts = "Whether it lasts is not known yet.", True
+    if values:
+        usual, value = trigger.median, median(values)
+        if trigger.sign == "leader":  # its median is of the steps with the lead
+            usual = 0.0
+        lasts = value > (usual + trigger.value) / 2
+        now = f"{'Still' if lasts else 'Now'} {shown_value(trigger.sign, value)}"
+        now += f", before {shown_value(trigger.sign, usual)}" * bool(usual) + "."
+    who = listed(trigger.suspects) or trigger.span or trigger.stage or "no process"
+    what = f"{trigger.reason[:1].upper()}{trigger.reason[1:]}"
+    return Event(step, ends_ns.get(step, 0), trigger.sign, what, who, now, lasts, why)
+
+
+def _measured(trigger: Trigger, step: StepSummary) -> float | None:
+    """Return the value of a step in which the watch noticed an anomaly; ``None`` if unknown."""
+    if trigger.sign == "slow_step":
+        return step.seconds
+    if trigger.sign == "slow_stage":
+        return step.exposed_s.get(trigger.stage)
+    if trigger.sign == "slow_span":
+        for total in step.spans:
+            if total.name == trigger.span and total.runs:
+                return total.seconds / total.runs
+    if trigger.sign == "leader" and step.seconds:
+        leads = [
+            row.lead_ns / step.duration_ns
+            for row in step.exposed
+            if row.name == trigger.stage and row.leader in trigger.suspects
+        ]
+        return sum(leads)
+    return None
+
+
+def health(view: RunView, found: Sequence[Event], end: str, cause: str) -> Health:
+    """Return the health of a run.
+
+    Args:
+        view: The run.
+        found: Its :func:`events`.
+        end: Why the run ended badly; empty if it did not.
+        cause: First finding of the capture of the last event that lasts; empty if there is none.
+    """
+    latest_first = sorted(found, key=lambda event: (event.lasts, event.step), reverse=True)
+    changed = [f"{event.what}. {event.now}" for event in latest_first]
+    if view.hangs:
+        step = view.hangs.partition(" hangs")[0]
+        return Health("bad", f"{step.capitalize()} hangs", [view.hangs, *changed], [_OF_A_HANG])
+    if end or not view.is_well:
+        check = f"`verl-profiling check {view.run}` lists what each process left."
+        return Health("bad", "The run ended badly", [end or view.state, *changed], [check])
+    if not view.watch:
+        return Health("", "The watch logged no step", [], [cause or view.note])
+    return _of_steps(view, found, changed, cause)
+
+
+_OF_A_HANG = (
+    "Read the stacks of the process that it waits for, under Hangs below. End the job if it does "
+    "not go on; the stacks stay."
+)
+
+
+def _of_steps(view: RunView, found: Sequence[Event], changed: list[str], cause: str) -> Health:
+    """Return the health of a run without a problem now."""
+    slower = _slower(view.watch)
+    lasting = [event for event in found if event.lasts]
+    if lasting:
+        who = listed(list(dict.fromkeys(event.who for event in lasting)))
+        verdict = f"Not as usual since step {lasting[0].step}: {who}"
+        latest = lasting[-1]
+        not_captured = f"It was not captured: {latest.why_not}." * bool(latest.why_not)
+        advice = [f"Look at {latest.who}.", cause or not_captured, "" if cause else view.note]
+        return Health("warn", verdict, [*slower, *changed], advice)
+    helps = view.watch[-1].helps
+    advice = [f"{most_helpful(helps, view.watch[-1])}.".capitalize() if helps else ""]
+    if slower:
+        return Health("warn", "Slower than at its begin", [*slower, *changed], advice)
+    unchanged = [f"Nothing that lasts, in {counted(len(view.watch), 'step')}."]
+    verdict = "Healthy again" if found else "Healthy"
+    return Health("calm", verdict, changed or unchanged, ["Nothing to mend.", *advice])
+
+
+def _slower(steps: Sequence[StepSummary]) -> list[str]:
+    """Return a sentence if steps became slower over the run, with the stage that grew most."""
+    latest = [step for step in steps[-_RECENT:] if not step.captured]
+    if len(latest) < _LEAST_STEPS:
+        return []
+    latest = latest[1:]  # the first step warms up
+    took = [step.seconds for step in latest]
+    trend = trend_of(took, _GROWN * median(took))
+    if trend is None or trend.seconds < 0:
+        return []
+    split = trend.since or len(latest) // 2
+    before, after = ([step.exposed_s for step in part] for part in (latest[:split], latest[split:]))
+    grown_s = {name: _median(after, name) - _median(before, name) for name in after[-1]}
+    most = max(grown_s, key=grown_s.__getitem__)
+    longer = duration(trend.seconds, signed=True)
+    how = f"Steps grow: {longer} over {len(latest)} steps"
+    if trend.since:
+        how = f"Steps take {longer} since step {latest[split].step}"
+    return [f"{how}, most in {most or IN_NO_STAGE} ({duration(grown_s[most], signed=True)})."]
+
+
+def _median(times: Sequence[Mapping[str, float]], stage: str) -> float:
+    return median(of_step.get(stage, 0.0) for of_step in times)
