@@ -133,15 +133,18 @@ def test_a_tool_that_never_returns_is_told_by_all_commands(
             assert main(["report", config.save_path, "--save"]) == 0
             assert capsys.readouterr().out.startswith("step 4 hangs: in rollout")
             page = Path(config.save_path, "index.html")
-            assert "step 4 hangs: in rollout" in page.read_text()
+            assert "Step 4 hangs</strong>" in page.read_text()
+            assert "in call_tool" in page.read_text().partition('id="hangs"')[2]
             switch.unlink()
             ray.get(call)
     assert any("step 4 goes on" in text for text in caplog.messages)
-    assert after_a_while(lambda: not list(Path(config.save_path, "hangs").iterdir()))
+    assert after_a_while(lambda: not list(Path(config.save_path, "hangs").glob("*.json")))
     assert main(["top", config.save_path, "--once"]) == 0
     assert main(["check", config.save_path]) == 0
     assert main(["report", config.save_path, "--save"]) == 0
-    assert "hangs" not in capsys.readouterr().out + page.read_text()
+    assert "step 4 hangs" not in capsys.readouterr().out + page.read_text()
+    assert "Step 4 hung: in rollout nothing progressed for" in page.read_text()
+    assert "in call_tool" in page.read_text().partition('id="hangs"')[2]
     assert lines(config)[-1].step == 4
 
 
