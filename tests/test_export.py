@@ -22,6 +22,8 @@ from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import StageSpan, StepSpan
 
 service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+Schemas = pytest.importorskip("opentelemetry.semconv.schemas").Schemas
+gen_ai = pytest.importorskip("opentelemetry.semconv._incubating.attributes.gen_ai_attributes")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
 
@@ -127,6 +129,7 @@ def test_trajectories_are_traces_with_their_spans_and_facts(
     assert {one.parent_span_id for one in own} == {agents[0].span_id}
     assert (agents[0].end_time_unix_nano - begin) / MS == 90
     assert attributes(agents[0]) == {
+        "gen_ai.usage.output_tokens": 11,
         "verl_profiling.response_tokens": 11,
         "verl_profiling.turns": 2,
         "verl_profiling.group": "p7",
@@ -134,12 +137,21 @@ def test_trajectories_are_traces_with_their_spans_and_facts(
         "verl_profiling.status": "done",
     }
     assert attributes(own[0]) == {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.usage.input_tokens": 3,
+        "gen_ai.usage.output_tokens": 9,
         "verl_profiling.prompt_tokens": 3,
         "verl_profiling.response_tokens": 9,
         "verl_profiling.replica": 0,
         "verl_profiling.turn": 1,
     }
     assert [attributes(one)["verl_profiling.turn"] for one in own] == [1, 1, 2]
+    assert attributes(own[1])["gen_ai.operation.name"] == "execute_tool"
+    assert attributes(own[1])["gen_ai.tool.name"] == "search"
+    sent = {name for _, one in found for name in attributes(one) if name.startswith("gen_ai.")}
+    assert sent <= {getattr(gen_ai, name) for name in dir(gen_ai) if name.startswith("GEN_AI_")}
+    [process] = receiver.requests[0].resource_spans[:1]
+    assert process.scope_spans[0].schema_url in [schema.value for schema in Schemas]
     assert (agents[1].status.code, agents[1].status.message) == (2, "ValueError: no such tool")
     assert attributes(agents[1])["error.type"] == "ValueError"
     assert spans["reward"].status.code == 2

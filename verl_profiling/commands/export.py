@@ -2,8 +2,9 @@
 requests of one step for a replayer.
 
 With --otlp, there is a trace per step, and a trace per trajectory. Names of spans are those of the
-report. Facts of a span, such as its tokens, are attributes ``verl_profiling.<fact>``. Ids are
-hashes of what they stand for, so a second export sends the same ids.
+report. Facts of a span, such as its tokens, are attributes ``verl_profiling.<fact>``, and those of
+OpenTelemetry's conventions. Ids are hashes of what they stand for, so a second export sends the
+same ids.
 
 With --requests, the file has the format of Mooncake's traces: one line per request, with its time,
 lengths and trajectory. vLLM's bench and Dynamo replay it. It has no text.
@@ -47,7 +48,18 @@ _BATCH = 512
 _LONGEST_BODY = 1 << 16  # bytes that are read of an answer, whose message has two fields
 _LONGEST_WORDS = 200
 _OF_REQUEST = ("prompt_tokens", "response_tokens", "cached_tokens", "replica", "policy_version")
+_TOOL = "tool:"
 _GENERATE, _FAILED = "generate", "_OTHER"  # OpenTelemetry's error.type of an unnamed error
+_CONVENTIONS = "https://opentelemetry.io/schemas/1.44.0"
+"""The release of the semantic conventions of which attributes have their names: the newest one of
+``opentelemetry-semantic-conventions`` (0.66b2). Names of generative AI have moved before.
+"""
+_CONVENTIONAL = {
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "response_tokens": "gen_ai.usage.output_tokens",
+    "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
+}
+"""Attributes of the conventions, by the facts that they repeat."""
 
 _Facts = dict[str, Fact]
 _Key = tuple[object, ...]
@@ -237,6 +249,7 @@ def _readable(span: _Span) -> ReadableSpan:
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
     attributes = _without_none({f"verl_profiling.{name}": span.facts[name] for name in span.facts})
+    attributes |= _conventional(span)
     status = trace.Status()
     if span.error:
         attributes["error.type"] = span.error.partition(":")[0]
@@ -251,8 +264,19 @@ def _readable(span: _Span) -> ReadableSpan:
         status=status,
         start_time=span.begin_ns,
         end_time=span.end_ns,
-        instrumentation_scope=InstrumentationScope("verl_profiling"),
+        instrumentation_scope=InstrumentationScope("verl_profiling", schema_url=_CONVENTIONS),
     )
+
+
+def _conventional(span: _Span) -> dict[str, Any]:
+    """Return the attributes of a span that OpenTelemetry's conventions name."""
+    attributes = {name: span.facts.get(fact) for fact, name in _CONVENTIONAL.items()}
+    if span.name == _GENERATE:
+        attributes["gen_ai.operation.name"] = "text_completion"
+    elif span.name.startswith(_TOOL):
+        attributes["gen_ai.operation.name"] = "execute_tool"
+        attributes["gen_ai.tool.name"] = span.name.removeprefix(_TOOL)
+    return _without_none(attributes)
 
 
 def _context(key: _Key) -> SpanContext:
