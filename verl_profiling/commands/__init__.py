@@ -36,6 +36,7 @@ COMMANDS = {
     "check": "verify that every expected artifact exists and is complete",
     "plan": "print what a configuration would capture, and in how many files",
     "trigger": "request a capture of the next step of a running job",
+    "schema": "print the JSON schema of a command's document",
     "doctor": "show the tools that work on this machine",
 }
 """Purpose of each command, in the order of ``--help``."""

@@ -10,7 +10,6 @@ from heapq import nlargest
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from types import MappingProxyType
 
 import msgspec
 from rich.console import Group
@@ -215,9 +214,9 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     is_over: bool = False
     is_well: bool = True
     watch: Sequence[StepSummary] = ()
-    varying: Mapping[str, float] = MappingProxyType({})
+    varying: Mapping[str, float] = {}
     captures: int = 0
-    latest: Mapping[str, str] = MappingProxyType({})
+    latest: Mapping[str, str] = {}
     note: str = ""
 
 

@@ -1,0 +1,98 @@
+"""The guide for coding agents: its schemas hold, and its rule finds the culprit and a change."""
+
+from __future__ import annotations
+
+import json
+import re
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drawn_steps import whole_step
+from drawn_summaries import summary
+from step_folders import build_step
+from test_top import write_run
+
+from verl_profiling.cli import main
+from verl_profiling.watch.sinks import WatchLog
+
+validator = pytest.importorskip("jsonschema").Draft202012Validator
+
+GUIDE = Path(__file__).parents[1] / "docs" / "agents-guide.md"
+DATA = Path(__file__).parent / "data"
+OWN_COST = ("capture", "pause")
+
+
+@pytest.fixture
+def document(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return the first document of a command, which is valid by the schema of the command."""
+
+    def run(command: str, *arguments: str) -> dict[str, Any]:
+        main(["schema", command])
+        schema = json.loads(capsys.readouterr().out)
+        main([command, *arguments, "--json"])
+        found = json.loads(capsys.readouterr().out.splitlines()[0])
+        validator(schema).validate(found)
+        assert not validator(schema).is_valid({})
+        return dict(found)
+
+    return run
+
+
+def test_documents_are_valid(tmp_path: Path, document: Any) -> None:
+    """Of a drawn run, of a run without captures, of recorded steps and of one H100's."""
+    run = tmp_path / "run"
+    write_run(run, trigger={"slow_stage": 1.3, "window": 20})
+    for number in range(30):
+        WatchLog(run)(summary(number))
+    document("report", str(run))
+    step = str(build_step(run, step=29))
+    document("top", str(run), "--once")
+    document("check", str(run))
+    document("diff", step, step, "--fail-above", "5")
+    settings = tmp_path / "conf.json"
+    settings.write_text('{"enable": true, "schedule": {"every": 5}}')
+    document("plan", str(settings), "--steps", "20")
+    with tarfile.open(DATA / "demo_steps.tar.gz") as steps:
+        steps.extractall(tmp_path / "demos", filter="data")
+    for folder in (step, DATA / "h100" / "vllm", *(tmp_path / "demos").iterdir()):
+        document("report", str(folder))
+        document("what-if", str(folder))
+
+
+def culprit_and_change(report: dict[str, Any]) -> tuple[str, str]:
+    """Follow the rule of the page, and its table."""
+    rows = re.findall(r"^\| (`.*?) \| `(--.*?)` \| (.*?) \|", GUIDE.read_text(), re.MULTILINE)
+    table = {rule: row[1:] for row in rows for rule in re.findall(r"`(\w+)`", row[0])}
+    findings = [row for row in report["findings"] if row["rule"] not in OWN_COST]
+    finding = next((row for row in findings if row["rule"] != "trajectory_cause"), findings[0])
+    option, culprit = table[finding["rule"]]
+    options = [row["option"] for row in report["what_would_help"]]
+    change = next((one for one in options if one.startswith(option)), finding["advice"])
+    lanes = finding["lanes"] if culprit == "all" else finding["lanes"][:1]
+    return " ".join(lanes), change
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(4, 2), (8, 4), (8, 2), (16, 4)])
+@pytest.mark.parametrize("fault", ["slow rank", "long tail", "slow weight sync"])
+def test_the_rule_finds_planted_faults(
+    tmp_path: Path, document: Any, fault: str, ranks: int, replicas: int
+) -> None:
+    """The process, and the change that undoes the fault, from the document alone."""
+    whole_step(tmp_path, ranks=ranks, replicas=replicas, fault=fault)
+    culprit, change = culprit_and_change(document("report", str(tmp_path)))
+    lane, option = {
+        "slow rank": (f"actor_rank{ranks * 5 // 8}", "--balance update_actor"),
+        "long tail": (f"rollout{replicas - 1}_rank0", "--no-tail 90"),
+        "slow weight sync": ("rollout0_rank0", "--scale update_weights=0.5"),
+    }[fault]
+    assert (culprit.split()[0], change) == (lane, option)
+
+
+def test_the_rule_finds_a_tool_that_blocks(tmp_path: Path, document: Any) -> None:
+    """In a recorded step of the recipe, whose tool blocks the event loop."""
+    with tarfile.open(DATA / "demo_steps.tar.gz") as steps:
+        steps.extractall(tmp_path, filter="data")
+    culprit, change = culprit_and_change(document("report", str(tmp_path / "agent")))
+    assert (culprit, change) == ("agent_loop_rank0 agent_loop_rank1", "--unblock sandbox")
