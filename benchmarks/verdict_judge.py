@@ -16,7 +16,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -33,6 +33,7 @@ RESULTS = HERE / "verdict_judge.json"
 SPREADS = 2.5  # of the planted change
 SIDE = 5
 DRAWS = 400
+SPREAD_S = 0.05  # of simulated starts, whose steps take 1 s
 MOST_MORE = 50  # more runs than this are not drawn
 
 WATCHED = ("profiling=e2e", "profiling.schedule.steps=[]", "profiling.watch.enable=true")
@@ -98,26 +99,48 @@ def found(runs: Sequence[Run], slower: Sequence[Run], draw: random.Random) -> fl
     return fmean(is_told(draw.sample(runs, SIDE), draw.sample(slower, SIDE)) for _ in range(DRAWS))
 
 
-def found_later(runs: Sequence[Run], more_s: float, draw: random.Random) -> tuple[float, str]:
-    """Return the share of drawn sides in which a smaller change is told at once; and as text, of
-    the others, in how many it is told with the runs that the verdict asks for.
+def found_later(start: Callable[[], Run], more_s: float, draws: int = DRAWS) -> tuple[float, str]:
+    """Return the share of sides in which a change is told at once; and as text, of the others, in
+    how many it is told with the runs that the verdict asks for.
+
+    Args:
+        start: Returns the steps of one more start.
+        more_s: The change of each step.
+        draws: Number of comparisons.
     """
     at_once = asked = told = 0
-    for _ in range(DRAWS):
-        before, after = (draw.choices(runs, k=SIDE) for _ in range(2))
-        after = longer(after, more_s)
+    for _ in range(draws):
+        before = [start() for _ in range(SIDE)]
+        after = longer([start() for _ in range(SIDE)], more_s)
         change_s = fmean(map(median, after)) - fmean(map(median, before))
         more = verdict_of(change_s, (before, after)).more_runs
         if more is None:
             at_once += 1
         elif more <= MOST_MORE:
             asked += 1
-            before += draw.choices(runs, k=more)
-            after += longer(draw.choices(runs, k=more), more_s)
+            before += [start() for _ in range(more)]
+            after += longer([start() for _ in range(more)], more_s)
             told += is_told(before, after)
-    unasked = DRAWS - at_once - asked
-    later = f"{told / max(asked, 1):.0%} of {asked}; {unasked} need over {MOST_MORE}"
-    return at_once / DRAWS, later
+    later = f"{told} of {asked}, {draws - at_once - asked} need over {MOST_MORE}"
+    return at_once / draws, later
+
+
+def simulated(shape: str) -> list[str]:
+    """Return the cells of starts that differ by chance, by one spread of a step of 1 s."""
+    draw = random.Random(7)
+
+    def start() -> Run:
+        spreads = {
+            "normal": draw.gauss(0, 1),
+            "long tail": (draw.lognormvariate(0, 0.8) - 1.377) / 1.306,
+            "two levels": draw.choice((-0.96, 0.96)) + draw.gauss(0, 0.29),
+        }
+        return [1 + SPREAD_S * (spreads[shape] + draw.gauss(0, 0.5)) for _ in range(12)]
+
+    shares = [found_later(start, spreads * SPREAD_S) for spreads in (0.0, SPREADS, 1.0)]
+    silent_share, found_share, (at_once, later) = 1 - shares[0][0], shares[1][0], shares[2]
+    cells = [f"drawn: {shape}", "-", "1000 ms", f"{SPREAD_S:.1%}", "-", f"{silent_share:.0%}"]
+    return [*cells, f"{found_share:.0%} ({SPREADS} spreads)", f"{at_once:.0%}", later]
 
 
 def pairs(runs: Sequence[Run]) -> float:
@@ -138,7 +161,7 @@ def row(loop: str, measured: dict[str, list[Run]], sleep_s: float) -> list[str]:
     of_slower = "not run"
     if len(slower) >= SIDE:
         of_slower = f"{found(runs, slower, draw):.0%} ({sleep_s / spread_s:.1f} spreads)"
-    at_once, later = found_later(runs, spread_s, draw)
+    at_once, later = found_later(lambda: draw.choice(runs), spread_s)
     return [*cells, of_slower, f"{at_once:.0%}", later]
 
 
@@ -151,6 +174,8 @@ def markdown(measured: dict[str, dict[str, list[Run]]], sleeps_s: dict[str, floa
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for loop, runs in measured.items():
         lines.append(f"| {' | '.join(row(loop, runs, sleeps_s.get(loop, 0.0)))} |")
+    for shape in ("normal", "long tail", "two levels"):
+        lines.append(f"| {' | '.join(simulated(shape))} |")
     return "\n".join(lines)
 
 

@@ -47,8 +47,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "paths",
         nargs="+",
         type=local_path,
-        metavar="A... [--] B...",
-        help="step folder, run folder or report.json; with several a side, -- between the sides",
+        metavar="PATH",
+        help="step folder, run folder or report.json, of A and then of B; -- divides several",
     )
     add_communication(parser)
     add_json(parser)

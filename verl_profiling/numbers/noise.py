@@ -80,7 +80,10 @@ def _divisions(before: int, after: int) -> tuple[Floats, Floats, int]:
 
 
 def noise_of(sides: Sequence[Sequence[Sequence[float]]]) -> Noise:
-    """Return the noise, given the steps of each run of each side; a side has several runs."""
+    """Return the noise, given the steps of each run of each side.
+
+    Without a side of several runs, it is only that of the steps.
+    """
     random = np.random.default_rng(0)
     squares = spare = 0.0
     inside = []
@@ -90,7 +93,8 @@ def noise_of(sides: Sequence[Sequence[Sequence[float]]]) -> Noise:
         for steps in side:
             drawn = random.choice(steps, (_DRAWS, len(steps)))
             inside.append(np.median(drawn, axis=1).var())
-    return Noise(float(np.sqrt(squares / spare)), float(np.sqrt(np.mean(inside))))
+    steps_s = float(np.sqrt(np.mean(inside)))
+    return Noise(float(np.sqrt(squares / spare)) if spare else steps_s, steps_s)
 
 
 def more_runs(change: float, spread: float, runs: int) -> int:

@@ -30,7 +30,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         high_s: Upper end of the interval of the change (s).
         runs: Runs of A and of B.
         noise: Noise between the runs of a side; ``None`` with too few runs, where the interval is
-            what two starts of a configuration usually differ by.
+            what two starts of a configuration usually differ by, or more if these runs do.
         more_runs: How many more runs each side needs to tell a change of this size; ``None`` if the
             change is told, or none.
     """
@@ -71,13 +71,15 @@ def verdict_of(change_s: float, sides: Sequence[Sequence[Sequence[float]]]) -> V
     """
     medians = [[median(steps) for steps in side] for side in sides]
     before_s = fmean(medians[0])
-    floor_s, noise = STARTS * before_s, None
-    spread_s = floor_s / _STARTS_PER_SPREAD
+    noise = noise_of(sides)
+    spread_s = noise.total_s
     ends = interval(*medians)
-    if ends is not None:
-        noise = noise_of(sides)
-        spread_s = noise.total_s
-    low_s, high_s = ends or (change_s - floor_s, change_s + floor_s)
+    is_floor = ends is None
+    if ends is None:
+        spread_s = max(STARTS * before_s / _STARTS_PER_SPREAD, spread_s)
+        width_s = _STARTS_PER_SPREAD * spread_s
+        ends = (change_s - width_s, change_s + width_s)
+    low_s, high_s = ends
     runs = (len(sides[0]), len(sides[1]))
     is_told = low_s > 0 or high_s < 0
     return Verdict(
@@ -86,7 +88,7 @@ def verdict_of(change_s: float, sides: Sequence[Sequence[Sequence[float]]]) -> V
         low_s=low_s,
         high_s=high_s,
         runs=runs,
-        noise=noise,
+        noise=None if is_floor else noise,
         more_runs=None if is_told else more_runs(change_s, spread_s, min(runs)),
     )
 
