@@ -57,7 +57,8 @@ class Knee(msgspec.Struct, frozen=True, kw_only=True):
             return f"give a replica fewer than {self.most:,} requests at once, or more memory"
         if self.requests is None:
             return "give a replica more requests at once: a higher limit, or fewer replicas"
-        return f"about {self.requests:,} requests a replica: more replicas instead of more requests"
+        about = "at most" if self.requests == self.few else "about"  # fewer were not seen
+        return f"{about} {self.requests:,} requests a replica: more replicas, not more requests"
 
 
 def knee_of(recorded: Replay, engines: Engines) -> Knee | None:
@@ -67,14 +68,14 @@ def knee_of(recorded: Replay, engines: Engines) -> Knee | None:
         recorded: The step with the recorded replicas.
         engines: The engines, as fitted to its requests.
     """
+    if 2 * engines.few > engines.many:
+        return None  # no number of requests and its double were seen
     gain, knee, running = 0.0, None, engines.few
     while 2 * running <= engines.many and knee is None:
         gain = _gain(engines, running)
         if gain < _GAIN:
             knee = running
         running *= 2
-    if not gain:
-        return None  # the requests ran in one number only
     requests = {id(one.request): one.request for _, one in recorded.graph.segments.requested()}
     return Knee(
         few=engines.few,
