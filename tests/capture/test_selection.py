@@ -136,7 +136,7 @@ def test_a_server_records_no_engine_that_computes_elsewhere(
     who, url = WorkerIdentity(role="rollout", replica=0), "http://127.0.0.1:1"
     recorder = make_recorder(url, settings(tool="spans"), who, requests=RequestLog())
     refused = asyncio.run(
-        recorder.start(request(tmp_path, 1, selection=CaptureSelection(tools=("torch",))))
+        recorder.start_capture(request(tmp_path, 1, selection=CaptureSelection(tools=("torch",))))
     )
     assert (refused.status, "SGLang was started to write no trace" in refused.reason) == (
         "refused",

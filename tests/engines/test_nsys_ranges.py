@@ -78,18 +78,18 @@ async def test_an_engine_that_does_not_start_opened_no_range(
     """The next window is the first range: numbers are those that Nsight Systems counts."""
     engine.fails = "start"
     with pytest.raises(OSError, match="the engine is gone"):
-        await recorder.start(window(tmp_path, 1))
+        await recorder.start_capture(window(tmp_path, 1))
     engine.fails = ""
-    await recorder.start(window(tmp_path, 2))
-    await recorder.stop("run-2", 0)
+    await recorder.start_capture(window(tmp_path, 2))
+    await recorder.stop_capture("run-2", 0)
     [[noted]] = read_ranges(tmp_path / "nsys")[0].values()
     assert (noted.number, noted.folder) == (1, "step_000002")
 
 
 async def test_a_warm_up_is_a_range_too(recorder: EngineRecorder, tmp_path: Path) -> None:
     """It is counted, and its report will be thrown away."""
-    await recorder.start(window(tmp_path, 1, keep=False))
-    assert (await recorder.stop("run-1", 0)).result.status == "skipped"
+    await recorder.start_capture(window(tmp_path, 1, keep=False))
+    assert (await recorder.stop_capture("run-1", 0)).result.status == "skipped"
     [[noted]] = read_ranges(tmp_path / "nsys")[0].values()
     assert not noted.keep
 
@@ -99,10 +99,10 @@ async def test_more_windows_than_announced(
 ) -> None:
     """The engine is not started for a range that Nsight Systems would not record."""
     for step in (1, 2):
-        await recorder.start(window(tmp_path, step))
-        await recorder.stop(f"run-{step}", 0)
+        await recorder.start_capture(window(tmp_path, step))
+        await recorder.stop_capture(f"run-{step}", 0)
     with pytest.raises(CaptureStateError, match=r"rollout1: range 3: .* expected 2"):
-        await recorder.start(window(tmp_path, 3))
+        await recorder.start_capture(window(tmp_path, 3))
     assert engine.calls == ["start", "stop"] * 2
 
 
@@ -115,7 +115,7 @@ async def test_a_range_inside_of_a_range(
     nsys.process_ranges().check("actor_rank0")
     nsys.process_ranges().note_opened(tmp_path / "step_000001", "actor_rank0.nsys-rep")
     with pytest.raises(CaptureStateError, match=r"a range is open .*, for actor_rank0\.nsys-rep"):
-        await recorder.start(window(tmp_path, 1))
+        await recorder.start_capture(window(tmp_path, 1))
     assert engine.calls == []
 
 

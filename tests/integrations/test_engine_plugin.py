@@ -362,14 +362,14 @@ RECORDED = """
 import asyncio, json, sys, time
 from pathlib import Path
 from verl_profiling.cli import main
+from verl_profiling.engines.replica import SessionRecorder, make_replica
 from verl_profiling.integrations import engine_loop
 from verl_profiling.workers import RequestLog
 
-class Replica(engine_loop.EngineReplica):
-    def __init__(self, config, engine, **options):
-        super().__init__(config, requests=engine.requests, **options)
+def with_requests(config, engine, **options):
+    return make_replica(config, requests=engine.requests, **options)
 
-engine_loop.EngineReplica = Replica
+engine_loop.make_replica = with_requests
 
 class Engine:
     def __init__(self):
@@ -381,7 +381,7 @@ REFUSING = """
 async def start_capture(self, request):
     raise RuntimeError("the engine's profiler is on already")
 
-Replica.start_capture = start_capture
+SessionRecorder.start_capture = start_capture
 engine = Engine()
 engine_loop.start_recorder("settings.json", engine, ["generate"])
 assert engine.generate() == "a response"

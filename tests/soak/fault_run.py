@@ -192,10 +192,10 @@ class Server:
         self._recorder = EngineRecorder(self.engine, replica, checked, RequestLog())
 
     async def start_capture(self, request: CaptureStart) -> StartReply:
-        return await self._recorder.start(request)
+        return await self._recorder.start_capture(request)
 
     async def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
-        return await self._recorder.stop(capture_id, finish_s)
+        return await self._recorder.stop_capture(capture_id, finish_s)
 
 
 class FaultRun:

@@ -19,6 +19,7 @@ from verl_profiling import clock
 from verl_profiling.capture.finishing import finish
 from verl_profiling.capture.protocol import CaptureStart, StartReply, StopReply, result_of
 from verl_profiling.capture.result_file import NOT_STOPPED, Slot, measured
+from verl_profiling.capture.session import process_session
 from verl_profiling.engines.adapter import EngineAdapter, refusal
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.engines.window import RangeWindow, SpoolWindow, Window
@@ -32,6 +33,7 @@ from verl_profiling.manifest import (
     worst_status,
 )
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
+from verl_profiling.watch.sums import WatchQuestion, WatchReading
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ class EngineRecorder:
         self._lock = asyncio.Lock()  # held while a window is opened or closed
         self._slot = Slot(self.config.after)
 
-    async def start(self, request: CaptureStart) -> StartReply:
+    async def start_capture(self, request: CaptureStart) -> StartReply:
         """Start a capture, or join the capture if it runs already.
 
         Raises:
@@ -117,13 +119,22 @@ class EngineRecorder:
             self._slot.hooks.begun(request, who)
         return StartReply(who, "recording", received_ns, expected=window.expected)
 
-    async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
-        """Stop a capture, if one is open."""
+    async def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
+        """Stop a capture, if one is open.
+
+        Args:
+            capture_id: The capture to stop; ``None`` for any that is open.
+            finish_s: Seconds to wait for background work on artifacts.
+        """
         received_ns = clock.now_ns()
         result = await asyncio.shield(self._end(capture_id))  # goes on if the caller is cancelled
         settle = partial(self._slot.settle, result, capture_id, finish_s)
         # Only what waits goes to a thread: the application may keep the threads of its loop busy.
         return StopReply(await asyncio.to_thread(settle) if finish_s else settle(), received_ns)
+
+    def read_watch(self, question: WatchQuestion) -> WatchReading | None:
+        """Return the stages of this process in some steps, or ``None`` without a watch."""
+        return process_session().read_watch(self.identity, question)
 
     async def _end(self, capture_id: str | None) -> CaptureResult:
         async with self._lock:

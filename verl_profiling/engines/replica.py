@@ -36,95 +36,32 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
-class EngineReplica:
-    """The worker of one engine, with the methods that the callback calls.
+@dataclass(eq=False)
+class IdleReplica:
+    """A replica, or a node of it, of which nothing is recorded.
 
     Args:
-        config: All settings.
-        engine: The engine; not needed if ``node_rank`` is not 0.
-        role: Role of the server.
-        replica: Index of the replica.
-        rank: The replica's first global accelerator rank; ``None`` to number replicas of equal size
-            one after another.
-        node_rank: Index of this node in a replica that spans several nodes; ``None`` for that of
-            the engine.
-        requests: The log that the server writes; ``None`` to log requests by wrapping the engine.
-        devices: Numbers or UUIDs of the engine's devices in order of rank; ``None`` for all visible
-            devices.
-
-    Raises:
-        CaptureStateError: The engine was started without the arguments for captures.
-        ConfigError: The settings are wrong, or the engine does not support them.
-        ToolUnavailableError: The engine is unknown or too old.
+        identity: Role, rank and host of the replica.
+        reason: Why nothing is recorded.
     """
 
-    def __init__(
-        self,
-        config: ProfilingConfig,
-        engine: Any = None,
-        *,
-        role: str = ROLLOUT_ROLE,
-        replica: int = 0,
-        rank: int | None = None,
-        node_rank: int | None = None,
-        requests: RequestLog | None = None,
-        devices: Sequence[str] | None = None,
-    ) -> None:
-        is_enabled = config.for_role(role).enable
-        if node_rank is None:
-            adapter = adapter_of(engine) if is_enabled else None
-            node_rank = 0 if adapter is None else adapter.node_rank(engine)
-        first = replica if rank is None else rank
-        fields = {"role": role, "rank": first, "replica": replica, "node_rank": node_rank}
-        self._identity = value_of(WorkerIdentity, fields, "init_capture")
-        self._recorder: EngineRecorder | SessionRecorder | None = None
-        self.idle_reason = ""
-        if not is_enabled:
-            self.idle_reason = switched_off(self._identity)
-        elif node_rank:
-            self.idle_reason = f"node {node_rank} of the replica; node 0 records for all"
-        else:
-            self._recorder = make_recorder(engine, config, self._identity, rank, requests, devices)
-
-    @property
-    def identity(self) -> WorkerIdentity:
-        """Role, rank and host of the replica."""
-        return self._identity if self._recorder is None else self._recorder.identity
-
-    @property
-    def requests(self) -> RequestLog | None:
-        """The log of the engine's requests; ``None`` if nothing of it is recorded."""
-        return None if self._recorder is None else self._recorder.requests
+    identity: WorkerIdentity
+    reason: str
+    requests = None
 
     async def start_capture(self, request: CaptureStart) -> StartReply:
-        """Start or join a capture.
-
-        Raises:
-            Exception: The exception of the engine; nothing is recorded then.
-        """
-        if self._recorder is not None:
-            return await self._recorder.start(request)
-        identity, selection = self._identity, request.selection
+        """Skip a capture, or refuse one that was requested of this role."""
+        identity, selection = self.identity, request.selection
         named = selection is not None and identity.role in (selection.roles or ())
         refuses = named and identity.node_rank == 0
-        return StartReply(identity, "refused" if refuses else "skipped", reason=self.idle_reason)
+        return StartReply(identity, "refused" if refuses else "skipped", reason=self.reason)
 
     async def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
-        """Stop a capture, if one is open.
+        """Return that nothing was recorded."""
+        return StopReply(skipped(self.identity, self.reason, capture_id))
 
-        Args:
-            capture_id: The capture to stop; ``None`` for any that is open.
-            finish_s: Seconds to wait for background work on artifacts.
-        """
-        if self._recorder is not None:
-            return await self._recorder.stop(capture_id, finish_s)
-        return StopReply(skipped(self._identity, self.idle_reason, capture_id))
-
-    def read_watch(self, question: WatchQuestion) -> WatchReading | None:
-        """Return the stages of this process in some steps, or ``None`` without a watch."""
-        if self._recorder is None:
-            return None
-        return process_session().read_watch(self._recorder.identity, question)
+    def read_watch(self, question: WatchQuestion) -> None:
+        """Return that nothing is watched."""
 
 
 @dataclass(eq=False)
@@ -152,7 +89,7 @@ class SessionRecorder:
         self._open = ""
         process_session().register(self.config, self.identity)
 
-    async def start(self, request: CaptureStart) -> StartReply:
+    async def start_capture(self, request: CaptureStart) -> StartReply:
         """Start a capture, or join the open capture of this process."""
         session, who = process_session(), self.identity
         if request.stage is not None and not self._open and session.recording:
@@ -168,19 +105,72 @@ class SessionRecorder:
             session.complete_result(self._with_requests)
         return reply
 
-    async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
-        """Stop a capture, if one is open."""
+    async def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
+        """Stop a capture, if one is open; see :meth:`EngineRecorder.stop_capture`."""
         stop = process_session().stop
         reply = stop(capture_id)
         if finish_s:  # the wait is on a thread, so that it does not block the event loop
             reply = await asyncio.to_thread(stop, capture_id, finish_s)
         return reply
 
+    def read_watch(self, question: WatchQuestion) -> WatchReading | None:
+        """Return the stages of this process in some steps, or ``None`` without a watch."""
+        return process_session().read_watch(self.identity, question)
+
     def _with_requests(self, result: CaptureResult) -> CaptureResult:
         self._open = ""
         if self.lost:
             result = msgspec.structs.replace(result, notes=[*result.notes, self.lost])
         return self.requests.end_in_result(result)
+
+
+Replica = EngineRecorder | SessionRecorder | IdleReplica
+"""The worker of one engine, with the methods that the callback calls."""
+
+
+def make_replica(
+    config: ProfilingConfig,
+    engine: Any = None,
+    *,
+    role: str = ROLLOUT_ROLE,
+    replica: int = 0,
+    rank: int | None = None,
+    node_rank: int | None = None,
+    requests: RequestLog | None = None,
+    devices: Sequence[str] | None = None,
+) -> Replica:
+    """Return the worker of one engine.
+
+    Args:
+        config: All settings.
+        engine: The engine; not needed if ``node_rank`` is not 0.
+        role: Role of the server.
+        replica: Index of the replica.
+        rank: The replica's first global accelerator rank; ``None`` to number replicas of equal size
+            one after another.
+        node_rank: Index of this node in a replica that spans several nodes; ``None`` for that of
+            the engine.
+        requests: The log that the server writes; ``None`` to log requests by wrapping the engine.
+        devices: Numbers or UUIDs of the engine's devices in order of rank; ``None`` for all visible
+            devices.
+
+    Raises:
+        CaptureStateError: The engine was started without the arguments for captures.
+        ConfigError: The settings are wrong, or the engine does not support them.
+        ToolUnavailableError: The engine is unknown or too old.
+    """
+    is_enabled = config.for_role(role).enable
+    if node_rank is None:
+        adapter = adapter_of(engine) if is_enabled else None
+        node_rank = 0 if adapter is None else adapter.node_rank(engine)
+    first = replica if rank is None else rank
+    fields = {"role": role, "rank": first, "replica": replica, "node_rank": node_rank}
+    identity = value_of(WorkerIdentity, fields, "init_capture")
+    if not is_enabled:
+        return IdleReplica(identity, switched_off(identity))
+    if node_rank:
+        return IdleReplica(identity, f"node {node_rank} of the replica; node 0 records for all")
+    return make_recorder(engine, config, identity, rank, requests, devices)
 
 
 def make_recorder(

@@ -30,7 +30,7 @@ from verl_profiling import ProfilingCallback, ProfilingConfig
 from verl_profiling.capture.session import process_session
 from verl_profiling.controller.run_claim import check_folder
 from verl_profiling.engines import adapter_named
-from verl_profiling.engines.replica import EngineReplica
+from verl_profiling.engines.replica import IdleReplica, Replica, make_replica
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.files.opener import read_small
@@ -40,6 +40,7 @@ from verl_profiling.workers.processes import join_run
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
+_LOOK_FOR_END_S = 0.25  # a look takes 0.1 ms of an engine that may use one core alone
 _PAUSE_S = 1.0  # shorter pauses are between two requests of one client, not between two rollouts
 _STEPS_IN_A_HANG = 3  # the watch reports a hang after three usual steps without a token
 _EXIT_S = 5.0
@@ -121,8 +122,8 @@ def start_recorder(place: str, engine: Any, batch_methods: Sequence[str] = ()) -
             return
         callback = ProfilingCallback(config, blocks_event_loop=True)
         replica = set_up(config, 0)
-        if replica.requests is None:
-            raise ConfigError("", replica.idle_reason)
+        if isinstance(replica, IdleReplica):
+            raise ConfigError("", replica.reason)
         callback.add_rollout(replica, loop=event_loop)
         EngineLoop(callback, replica.requests, joins).begin(engine, batch_methods)
     except Exception as error:
@@ -144,7 +145,7 @@ def _check_whole(engine: Any) -> None:
         raise ConfigError("", "several tokenizer workers divide the requests; use one")
 
 
-def _replica(held: Callable[[], Any], config: Any, index: int) -> EngineReplica:
+def _replica(held: Callable[[], Any], config: Any, index: int) -> Replica:
     """Return the worker of an engine, which the callback calls.
 
     Raises:
@@ -153,7 +154,7 @@ def _replica(held: Callable[[], Any], config: Any, index: int) -> EngineReplica:
     engine = held()
     if engine is None:
         raise CaptureStateError("the program has deleted its engine")
-    return EngineReplica(ProfilingConfig.from_any(config), recorded(engine), replica=index)
+    return make_replica(ProfilingConfig.from_any(config), recorded(engine), replica=index)
 
 
 @contextmanager
@@ -313,7 +314,7 @@ class EngineLoop:
         """Wait for a second without requests, or until the step has its longest duration."""
         begun = self._ended_before
         busy_s = time.monotonic()
-        while not self._ended.wait(_LOOK_S) and not self._requests.is_replaced:
+        while not self._ended.wait(_LOOK_FOR_END_S) and not self._requests.is_replaced:
             now_s = time.monotonic()
             if self._requests.running or self._requests.begun > begun:
                 begun, busy_s = self._requests.begun, now_s

@@ -33,15 +33,17 @@ _failed: set[Callable[..., None]] = set()
 def in_vllm() -> None:
     """Hook vLLM; the entry point ``verl_profiling`` of its general plugins."""
     _hook("vllm.engine.arg_utils", _hook_arguments)
-    _hook("vllm.v1.engine.async_llm", _hook_async_llm)
-    _hook("vllm.entrypoints.llm", _hook_llm)
+    _hook_requests("vllm.v1.engine.async_llm", "AsyncLLM", ["generate"])
+    _hook_requests("vllm.entrypoints.llm", "LLM", BATCH_METHODS, BATCH_METHODS)
     _hook("starlette.applications", _hook_server)
 
 
 def in_sglang() -> None:
     """Hook SGLang; the entry point ``verl_profiling`` of its general plugins."""
-    _hook("sglang.srt.managers.tokenizer_manager", _hook_tokenizer_manager)
-    _hook("sglang.srt.entrypoints.engine", _hook_sglang_engine)
+    _hook_requests(
+        "sglang.srt.managers.tokenizer_manager", "TokenizerManager", ["generate_request"]
+    )
+    _hook_requests("sglang.srt.entrypoints.engine", "Engine", ["generate"], BATCH_METHODS)
     _hook("starlette.applications", _hook_server)
 
 
@@ -90,24 +92,6 @@ def _add_profiler(place: str, arguments: Any) -> None:
     add_profiler(place, arguments)
 
 
-def _hook_async_llm(module: Any) -> None:
-    _wrap(module.AsyncLLM, "generate", _first_request("generate"))
-
-
-def _hook_llm(module: Any) -> None:
-    for method in BATCH_METHODS:
-        _wrap(module.LLM, method, _first_request(method, BATCH_METHODS))
-
-
-def _hook_tokenizer_manager(module: Any) -> None:
-    wrapper = _first_request("generate_request")
-    _wrap(module.TokenizerManager, "generate_request", wrapper)
-
-
-def _hook_sglang_engine(module: Any) -> None:
-    _wrap(module.Engine, "generate", _first_request("generate", BATCH_METHODS))
-
-
 def _hook_server(module: Any) -> None:
     """Let requests of an HTTP server begin when they come in, before they are read and checked."""
 
@@ -132,16 +116,31 @@ def _wrap(owner: Any, method: str, wrapper: Any) -> None:
         raise AttributeError(f"{owner.__qualname__} has no method {method}")
 
 
-def _first_request(method: str, batch_methods: Sequence[str] = ()) -> Any:
-    """Return a wrapper of a method of an engine's class, by which the engine takes requests.
+def _hook_requests(
+    module: str, owner: str, methods: Sequence[str], batch_methods: Sequence[str] = ()
+) -> None:
+    """Hook the methods of a class by which an engine takes requests.
+
+    Args:
+        module: Name of the module of the class.
+        owner: Name of the class.
+        methods: Names of the methods.
+        batch_methods: Names of the methods that return a whole batch; empty if the engine serves
+            requests at any time.
+    """
+
+    def put_in(module: Any) -> None:
+        for method in methods:
+            _wrap(getattr(module, owner), method, _first_request(method, batch_methods))
+
+    _hook(module, put_in)
+
+
+def _first_request(method: str, batch_methods: Sequence[str]) -> Any:
+    """Return a wrapper of a method by which an engine takes requests.
 
     The first request to an engine starts its recorder. The recorder then puts a method that logs
     requests on that one engine.
-
-    Args:
-        method: Name of the method.
-        batch_methods: Names of the class's methods that return a whole batch, with ``method``;
-            empty if the engine serves requests at any time.
     """
     place = os.environ[VARIABLE]
 

@@ -13,7 +13,7 @@ from verl_profiling.capture.protocol import (
     skipped,
 )
 from verl_profiling.engines import ENGINES, adapter_named, adapter_of
-from verl_profiling.engines.replica import EngineReplica
+from verl_profiling.engines.replica import Replica, make_replica
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
@@ -32,7 +32,7 @@ class RolloutCaptureMixin:
 
     engine_package: ClassVar[str | None] = None
 
-    _capture: EngineReplica | None = None
+    _capture: Replica | None = None
 
     @classmethod
     def engine_args(
@@ -106,7 +106,7 @@ class RolloutCaptureMixin:
         if engine is None and settings.for_role(role).enable:
             engine = self._capture_engine()
         self._capture = None
-        self._capture = EngineReplica(
+        self._capture = make_replica(
             settings,
             engine,
             role=role,
@@ -153,7 +153,7 @@ class RolloutCaptureMixin:
         Args:
             version: Number of the policy version, as the training loop counts it.
         """
-        requests = None if self._capture is None else self._capture.requests
+        requests = getattr(self._capture, "requests", None)
         if requests is not None:
             requests.set_policy_version(version)
 
