@@ -110,6 +110,7 @@ def wait_for_capture(run: Path) -> None:
     deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s:
         [worker] = read_manifest(step_folders(run)[-1]).workers
-        if worker.requests:
+        pending = any(artifact.status == "pending" for artifact in worker.artifacts)
+        if worker.requests and not pending:
             return
         time.sleep(0.5)
