@@ -300,9 +300,10 @@ docs: .venv/.ready ## Build the documentation (docs/_build/html)
 tables: .venv/.ready ## Write the tables of settings and options into the pages, from the dataclasses
 	.venv/bin/python docs/make_tables.py
 
-bench: .venv-bench/.ready .venv-hta/.ready ## Measure all but verl, against named peers, and write results and tables
-	@for bench in $(filter-out benchmarks/bench_verl.py,$(wildcard benchmarks/bench_*.py)); do \
+bench: .venv-bench/.ready .venv-hta/.ready .venv-vllm/.ready ## Measure all but verl, against named peers, and write results and tables
+	@for bench in $(filter-out benchmarks/bench_verl.py benchmarks/bench_plugin.py,$(wildcard benchmarks/bench_*.py)); do \
 	  echo "== $$bench" && .venv-bench/bin/python $$bench $$(test $$bench = benchmarks/bench_instructions.py && echo --record) || exit; done
+	.venv-vllm/bin/python benchmarks/bench_plugin.py
 	.venv-bench/bin/python docs/make_tables.py
 
 bench-instructions: $(PEERS)/.ready ## Hold the cheapest ratios, counted in instructions (needs valgrind)
