@@ -37,7 +37,7 @@ from verl_profiling.files.trajectory_log import Fact, SpanRecord, TrajectoryLog
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import BLOCK_TOKENS, Manifest, Request, StageSpan, StepSpan
 from verl_profiling.steps.load import mooncake_rows
-from verl_profiling.steps.requests import joined, requests_by_id
+from verl_profiling.steps.requests import requests_by_id, requests_of_spans
 from verl_profiling.steps.trajectory_spans import read_logs, stages_by_row
 
 if TYPE_CHECKING:
@@ -319,7 +319,7 @@ def _spans(step: CapturedStep, work: StepByStep, advance: Progress) -> Iterator[
         if not manifest.runs_the_loop(worker):  # else its stages are those of the loop
             yield from _stages(worker.stages, process, root)
     advance(step)
-    requests = requests_by_id(manifest)
+    requests = requests_by_id(manifest.workers)
     for source, log, problems in read_logs(step.inputs):
         for problem in problems:
             work.problem(problem)
@@ -390,11 +390,7 @@ def _trajectories(
             error=trajectory.error or _FAILED if failed else "",
             link=step,
         )
-    waits = (
-        (span.id, span.request, span.begin_ns - offset_ns, span.end_ns - offset_ns)
-        for span in log.spans
-    )
-    served = joined(waits, requests)
+    served = requests_of_spans(log.spans, offset_ns, requests)
     turns, keys = Counter[int](), dict[int, _Key]()
     for span in log.spans:
         turns[span.trajectory] += span.name == _GENERATE

@@ -16,8 +16,8 @@ share and no finding. This module has the only rule on windows, for every mode a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from verl_profiling.slices.intervals import Spans, length, spans_of, subtract, within
@@ -26,8 +26,7 @@ _FOREVER = 1 << 62
 _NOTICEABLE = 0.05  # of a period: a tool's stop at the end of a rollout takes some milliseconds
 
 
-@dataclass(kw_only=True)
-class Recording:
+class Recording(msgspec.Struct, kw_only=True):
     """The time that one trace file covers. All times are unix ns on the controller's clock.
 
     Attributes:
@@ -43,11 +42,11 @@ class Recording:
     """
 
     limits: tuple[int, int] = (0, 0)
-    of_torch: list[int] = field(default_factory=list)
-    of_work: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
-    latest: list[int] = field(default_factory=lambda: [0, 0])
+    of_torch: list[int] = []
+    of_work: tuple[list[int], list[int]] = msgspec.field(default_factory=lambda: ([], []))
+    latest: list[int] = msgspec.field(default_factory=lambda: [0, 0])
     step_back: int = 0
-    holes: list[tuple[int, int]] = field(default_factory=list)
+    holes: list[tuple[int, int]] = []
     is_cut_off: bool = False
 
     def add_work(self, spans: Spans, *, on_device: bool) -> None:
@@ -81,12 +80,10 @@ class Recording:
 
 def extended(extent: list[int], spans: Spans) -> list[int]:
     """Return an extent (first begin, last end) after adding spans; empty if both are empty."""
-    edges = (
-        [*extent, *spans.min(axis=0).tolist(), *spans.max(axis=0).tolist()]
-        if len(spans)
-        else extent
-    )
-    return [min(edges), max(edges)] if edges else []
+    edges = np.append(np.array(extent, np.int64), spans)
+    if not len(edges):
+        return []
+    return [int(edges.min()), int(edges.max())]
 
 
 def observed_by(

@@ -17,6 +17,7 @@ lag, which is an upper bound, unless the engine's request ended inside the block
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from verl_profiling.slices.intervals import (
     Ints,
     Sharing,
     Spans,
+    grouped,
     length,
     subtract,
     time_of,
@@ -49,6 +51,7 @@ from verl_profiling.steps.trajectory_columns import (
     Records,
     SpanTable,
 )
+from verl_profiling.steps.trajectory_spans import column
 
 _JOINED = {
     GENERATE: ("first token", "queued", "prefill", "decode"),
@@ -197,11 +200,12 @@ def _divided(request: Request, begin: int, end: int) -> Iterator[tuple[int, int,
 
     Time before the request's begin is ``to the engine``, time after its end ``from the engine``.
     """
-    parts: list[tuple[str, int]] = [(name, until) for name, _, until in request.parts()]
+    parts: list[tuple[str, int, int]] = list(request.parts())
     if not parts or parts[0][0] != TO_THE_ENGINE:  # the request's arrival is not known
-        parts.insert(0, (TO_THE_ENGINE, request.begin_ns))
-    for name, until in (*parts, (FROM_THE_ENGINE, end)):
-        if (until := min(until, end)) > begin:
+        parts.insert(0, (TO_THE_ENGINE, 0, request.begin_ns))
+    for name, _, until in (*parts, (FROM_THE_ENGINE, 0, end)):
+        until = min(until, end)
+        if until > begin:
             yield CAUSE_NUMBERS[name], begin, until
             begin = until
 
@@ -209,8 +213,8 @@ def _divided(request: Request, begin: int, end: int) -> Iterator[tuple[int, int,
 def _in_no_span(records: Records) -> Pieces:
     """Return the intervals of trajectories without an open span."""
     spans, names = records.spans, ("begin_ns", "end_ns", "loop", "whole_log", "unseen_begin")
-    columns = [[getattr(one, name) for one in records.trajectories] for name in names]
-    first, last, loop, is_whole, unseen = np.array(columns, dtype=np.int64)
+    columns = (column(records.trajectories, name) for name in names)
+    first, last, loop, is_whole, unseen = columns
     rows = np.flatnonzero(spans.trajectory >= 0)
     number, begin, end = without(
         first, last, spans.trajectory[rows], spans.begin[rows], spans.end[rows]
@@ -280,23 +284,19 @@ class Explanation:
     def __init__(
         self, trajectories: Pieces, processes: Pieces, stages: Sequence[StageSpan], requests: Spans
     ) -> None:
-        nested = sorted(
-            (span for span in stages if span.depth), key=lambda span: (-span.depth, span.name)
-        )
-        inner = {
-            name: time_of(nested, name) for name in dict.fromkeys(span.name for span in nested)
-        }
-        self._names = [
-            *trajectories.causes,
-            *(f"controller: {name}" for name in inner),
-            _NO_TRAJECTORY,
-        ]
+        nested = filter(attrgetter("depth"), stages)
+        inner_first = sorted(nested, key=lambda span: (-span.depth, span.name))
+        inner = grouped(inner_first, attrgetter("name"))
+        self._names = list(trajectories.causes)
+        self._names += [f"controller: {name}" for name in inner]
+        self._names.append(_NO_TRAJECTORY)
         self._levels: list[tuple[Ints, Sharing]] = []
         taken = EMPTY
         for pieces in (trajectories, processes):
             self._levels.append((pieces.cause, Sharing(pieces.begin, pieces.end, hidden=taken)))
             taken = union(taken, np.stack((pieces.begin, pieces.end), axis=1))
-        for number, spans in enumerate((*inner.values(), requests), start=len(trajectories.causes)):
+        levels = [*map(time_of, inner.values()), requests]
+        for number, spans in enumerate(levels, start=len(trajectories.causes)):
             left = subtract(spans, taken)
             cause = np.full(len(left), number)
             self._levels.append((cause, Sharing(left[:, 0], left[:, 1])))

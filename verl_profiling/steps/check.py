@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import filterfalse
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.process_record import RECORDS
@@ -32,6 +35,7 @@ from verl_profiling.steps.inputs import (
     is_uncaptured,
     located,
     on_other_host,
+    source_of,
     step_folders,
     unfinished,
 )
@@ -98,15 +102,17 @@ def check(path: Path, limits: Limits | None = None, ray: str | None = None) -> C
         ToolUnavailableError: No Ray cluster runs at the address.
     """
     limits = limits or Limits()
-    lost = list(_check_run(path))
-    notes = [how_to_capture(path)] if is_uncaptured(path) else []
+    checked = list(_check_run(path))
+    folders = step_folders(path)
+    notes = []
+    if is_uncaptured(path):
+        notes.append(how_to_capture(path))
     if is_step(path):
         checked = list(_check_step(path, limits, ray))
-    elif path.is_dir() and ((folders := step_folders(path)) or lost or is_uncaptured(path)):
-        checked = lost
+    elif path.is_dir() and (folders or checked or notes):
         for folder in folders:
             for entry in _check_step(folder, limits, ray):
-                checked.append(msgspec.structs.replace(entry, path=f"{folder.name}/{entry.path}"))
+                checked.append(replace(entry, path=f"{folder.name}/{entry.path}"))
     elif path.is_dir():
         checked = list(_check_traces(path, limits, notes))
     elif path.exists():
@@ -122,10 +128,11 @@ def check(path: Path, limits: Limits | None = None, ray: str | None = None) -> C
 def _check_traces(folder: Path, limits: Limits, notes: list[str]) -> Iterator[Checked]:
     """Check the traces in a folder without manifests; add notes on them to ``notes``."""
     steps, damaged = plain_steps([folder])
-    notes += [note for step in steps for note in step.notes]
-    files = {source.path for step in steps for source in step.files}
-    files |= {Path(error.path) for error in damaged if not Path(error.path).is_dir()}
-    for file in sorted(files):
+    files = {Path(error.path) for error in damaged}
+    for step in steps:
+        notes += step.notes
+        files.update(map(attrgetter("path"), step.files))
+    for file in sorted(filterfalse(Path.is_dir, files)):
         yield _check_file(str(file.relative_to(folder)), file.resolve(), limits)
     for recording, problem in not_analysed(folder):
         yield Checked(str(recording.relative_to(folder)), "missing", problem)
@@ -139,7 +146,8 @@ def _check_run(run: Path) -> Iterator[Checked]:
         return
     if info is not None:
         yield from _check_losses(run, info)
-    if (death := death_in(run, info)) is not None:
+    death = death_in(run, info)
+    if death is not None:
         yield Checked(RECORDS, "failed", death.sentence())
     if sentence := never_came(info):
         yield Checked(RUN_NAME, "missing", sentence)
@@ -163,8 +171,8 @@ def _check_losses(run: Path, info: RunInfo) -> Iterator[Checked]:
             reason = (
                 f"{RUN_NAME} lists this capture; its folder was removed, renamed or never uploaded"
             )
-            if why := info.failed.get(name, ""):
-                reason += f": {why}"
+            if info.failed.get(name):
+                reason += f": {info.failed[name]}"
             yield Checked(name, "missing", reason)
     if info.end_ns is None and info.over:  # killed, or its disk could not be written
         for step in info.scheduled_steps:
@@ -204,15 +212,9 @@ def _check_workers(
     calls = []
     for worker in manifest.workers:
         for artifact in worker.artifacts:
-            source = Source(
-                path=folder.absolute() / artifact.path,  # a task has another working directory
-                lane=artifact.lane,
-                worker=worker.name,
-                role=worker.identity.role,
-                where=on_other_host(folder, artifact, ray),
-                artifact=artifact.path,
-                capture_id=manifest.capture_id,
-            )
+            path = folder.absolute() / artifact.path  # a task has another working directory
+            where = on_other_host(folder, artifact, ray)
+            source = source_of(manifest, worker, artifact, path, where)
             check_it = partial(_check_artifact, folder.absolute(), source, artifact, limits)
             calls.append((check_it, [source]))
     checked = results(calls, ray)
@@ -222,10 +224,9 @@ def _check_workers(
                 yield Checked(artifact.path, "missing", entry.problem)
             else:
                 yield entry
-        explained = any(
-            artifact.status not in ("ok", "pending", "skipped") for artifact in worker.artifacts
-        )
-        if worker.status not in AS_PLANNED and not explained:  # e.g. the worker died
+        statuses = set(map(attrgetter("status"), worker.artifacts))
+        is_explained = statuses - {"ok", "pending", "skipped"}
+        if worker.status not in AS_PLANNED and not is_explained:  # e.g. the worker died
             yield Checked(worker.name, worker.status, worker.reason)
 
 
@@ -241,12 +242,14 @@ def _check_artifact(folder: Path, source: Source, artifact: Artifact, limits: Li
         return Checked(name, status, reason)
     if path.is_dir():
         return _check_folder(name, path, limits)
-    is_read = path.name.endswith((".json", ".json.gz", LOG_SUFFIX))
-    entry = _check_file(name, path, limits, content=None if is_read else _bytes)
+    content = None
+    if not path.name.endswith((".json", ".json.gz", LOG_SUFFIX)):
+        content = _bytes
+    entry = _check_file(name, path, limits, content)
     was_incomplete = artifact.status in ("empty", "failed", "truncated")
     if was_incomplete and entry.status in ("ok", artifact.status):
         reason = artifact.reason or entry.reason
-        return msgspec.structs.replace(entry, status=artifact.status, reason=reason)
+        return replace(entry, status=artifact.status, reason=reason)
     return entry
 
 
@@ -281,9 +284,13 @@ def _log(path: Path, limits: Limits) -> _Content:
     log = read_log(path, limits.reached)
     records = len([*log.trajectories, *log.spans, *log.blocks, *log.statuses, *log.counts])
     problems = "; ".join(log.problems)
-    if log.damaged or log.cut:
-        return "unreadable" if log.damaged else "truncated", problems, records
-    return ("ok", problems, records) if records else ("empty", "holds no records", 0)
+    if log.damaged:
+        return "unreadable", problems, records
+    if log.cut:
+        return "truncated", problems, records
+    if records:
+        return "ok", problems, records
+    return "empty", "holds no records", 0
 
 
 def _trace(path: Path, limits: Limits) -> _Content:
@@ -292,20 +299,26 @@ def _trace(path: Path, limits: Limits) -> _Content:
     for events in trace.chunks():
         spans += sum(event.ph != "M" for event in events)
         timeless += sum(event.ts is None and event.ph == "X" for event in events)
+    if trace.truncated:
+        return "truncated", trace.warnings[-1], trace.events
     if trace.warnings:
-        return "truncated" if trace.truncated else "unreadable", trace.warnings[-1], trace.events
+        return "unreadable", trace.warnings[-1], trace.events
     if timeless:
         return "unreadable", f"{timeless:,} events have no time", trace.events
-    return ("ok", "", trace.events) if spans else ("empty", "holds no events", 0)
+    if spans:
+        return "ok", "", trace.events
+    return "empty", "holds no events", 0
 
 
 def _bytes(path: Path, limits: Limits) -> _Content:
     """Check that a file other than a trace is not empty, and its compression is whole."""
     blocks = Blocks(path, limits)
-    content = sum(len(block) for block in blocks)
+    is_empty = not sum(map(len, blocks))
     if blocks.damage:
         return "truncated", blocks.damage, None
-    return ("ok", "", None) if content else ("empty", "holds no bytes", None)
+    if is_empty:
+        return "empty", "holds no bytes", None
+    return "ok", "", None
 
 
 def _check_folder(name: str, path: Path, limits: Limits) -> Checked:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,18 +40,14 @@ def trace_of_database(path: Path, metadata: Mapping[str, Any]) -> Iterator[bytes
     Raises:
         TraceFormatError: The file is no database of Nsight Systems or torch_npu.
     """
-    import sqlite3  # 1 MB, which no other trace needs
+    import sqlite3
 
     with reading(path):
-        opened(path).close()
-    # SQLite opens by name; when nothing changes, it looks for no journal, which could be a link.
-    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
-    connection.text_factory = lambda text: text.decode("utf-8", "replace")
+        connection = open_database(path)
     try:
         database = _Database(connection)
-        header, events = (
-            _of_npu(database) if "STRING_IDS" in database.tables else _of_nsys(database)
-        )
+        read = _of_npu if "STRING_IDS" in database.tables else _of_nsys
+        header, events = read(database)
         header["verl_profiling"] = {**metadata, **header["verl_profiling"]}
         yield msgspec.json.encode({**header, "traceEvents": []})[:-2]
         separator = b""
@@ -71,22 +66,39 @@ def trace_of_database(path: Path, metadata: Mapping[str, Any]) -> Iterator[bytes
         connection.close()
 
 
+def open_database(path: Path) -> sqlite3.Connection:
+    """Open a database for reading.
+
+    Raises:
+        OSError: The file cannot be opened, or is a link.
+    """
+    import sqlite3  # 1 MB, which no other trace needs
+
+    opened(path).close()
+    # SQLite opens by name; when nothing changes, it looks for no journal, which could be a link.
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
+    connection.text_factory = lambda text: text.decode("utf-8", "replace")
+    return connection
+
+
 class _Database:
-    """The tables of an open database."""
+    """An open database.
+
+    Attributes:
+        select: Runs a query.
+        tables: Names of the columns of each table.
+    """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.select = connection.execute
-        named = self.select("SELECT name FROM sqlite_master WHERE type = 'table'")
-        self.tables = [name for (name,) in named]
-
-    def columns(self, table: str) -> list[str]:
-        """Return the names of a table's columns."""
-        return [name for _, name, *_ in self.select(f'PRAGMA table_info("{table}")')]
+        self.tables: dict[str, list[str]] = {}
+        for (table,) in self.select("SELECT name FROM sqlite_master WHERE type = 'table'"):
+            columns = self.select(f'PRAGMA table_info("{table}")')
+            self.tables[table] = [name for _, name, *_ in columns]
 
     def first(self, query: str) -> int:
         """Return the only value of a query, a time or a number; 0 without a row."""
-        row = self.select(query).fetchone()
-        value = row[0] if row else 0
+        (value,) = self.select(query).fetchone() or (0,)
         if type(value) is int and 0 <= value <= MAX_NS:
             return value
         raise TypeError(f"{value!r:.40} is no time or number")
@@ -171,12 +183,16 @@ def _of_nsys(database: _Database) -> tuple[_Json, Iterator[_Json]]:
     header: _Json = {"verl_profiling": about, "baseTimeNanoseconds": start_ns}
     if len(parts) > 1:
         about["processes"] = list(parts.values())
-    read = [table for table in _TABLES if table in database.tables]
-    shared = (
-        _named(pid, "", f"GPU {device}") for (_, device), pid in devices.items() if pid != device
-    )
-    events = chain(*shared, *(_nsys_events(database, table, devices) for table in read))
-    return header, events
+    return header, _all_nsys_events(database, devices)
+
+
+def _all_nsys_events(database: _Database, devices: _Devices) -> Iterator[_Json]:
+    for (_, device), pid in devices.items():
+        if pid != device:
+            yield from _named(pid, "", f"GPU {device}")
+    for table in _TABLES:
+        if table in database.tables:
+            yield from _nsys_events(database, table, devices)
 
 
 def _process_of(number: int) -> int:
@@ -194,7 +210,7 @@ def _devices(database: _Database) -> _Devices:
     """
     used: set[tuple[int, int]] = set()
     for table in _DEVICE_TABLES:
-        if table in database.tables and "globalPid" in database.columns(table):
+        if "globalPid" in database.tables.get(table, ()):
             processes = (
                 f"SELECT DISTINCT deviceId, globalPid FROM {table} WHERE globalPid IS NOT NULL"
             )
@@ -214,8 +230,8 @@ def _left_out(database: _Database) -> Iterator[str]:
             if rows:
                 yield f"{rows:,} rows of {name} have no begin or no end, and are left out"
     unread = []
-    for name in database.tables:
-        if name not in _TABLES and {"start", "timestamp"} & set(database.columns(name)):
+    for name, columns in database.tables.items():
+        if name not in _TABLES and not {"start", "timestamp"}.isdisjoint(columns):
             rows = database.first(f'SELECT COUNT(*) FROM "{name}"')
             if rows:
                 unread.append(f"{name} ({rows:,})")
@@ -225,8 +241,11 @@ def _left_out(database: _Database) -> Iterator[str]:
 
 def _nsys_events(database: _Database, name: str, devices: _Devices) -> Iterator[_Json]:
     """Yield an event for each row of a table."""
-    table, existing = _TABLES[name], database.columns(name)
-    columns = ", ".join(column if column in existing else "NULL" for column in _COLUMNS)
+    table = _TABLES[name]
+    existing = dict.fromkeys(_COLUMNS, "NULL")
+    for column in existing.keys() & database.tables[name]:
+        existing[column] = column
+    columns = ", ".join(existing.values())
     condition = f"{table.condition} AND {_TIMED}"
     rows = database.select(
         f"SELECT {table.title}, start, end, {columns} FROM {name} WHERE {condition}"
@@ -241,8 +260,7 @@ def _nsys_events(database: _Database, name: str, devices: _Devices) -> Iterator[
             event |= {"pid": devices.get((owner, device), device), "tid": stream}
         else:
             event |= {"pid": _process_of(thread), "tid": thread & 0xFFFFFF}
-        operator = _OPERATOR.match(event["name"]) if name == "NVTX_EVENTS" else None
-        if operator:
+        if name == "NVTX_EVENTS" and (operator := _OPERATOR.match(event["name"])):
             event |= {"name": operator[1], "cat": "cpu_op"}
         yield event
 
@@ -311,10 +329,16 @@ def _of_npu(database: _Database) -> tuple[_Json, Iterator[_Json]]:
     header: _Json = {"verl_profiling": {}, "baseTimeNanoseconds": start_ns}
     if "RANK_DEVICE_MAP" in database.tables:
         header["distributedInfo"] = {"rank": database.first("SELECT rankId FROM RANK_DEVICE_MAP")}
-    read = [query for query in _NPU_TABLES if set(query.tables) <= set(database.tables)]
+    return header, _all_npu_events(database, device, start_ns)
+
+
+def _all_npu_events(database: _Database, device: int, start_ns: int) -> Iterator[_Json]:
     labels = {_HARDWARE: f"NPU {device}", _COLLECTIVES: f"NPU {device}", _CANN: "CPU"}
-    named = (_named(process, process, label) for process, label in labels.items())
-    return header, chain(*named, *(_npu_events(database, query, start_ns) for query in read))
+    for process, label in labels.items():
+        yield from _named(process, process, label)
+    for query in _NPU_TABLES:
+        if database.tables.keys() >= set(query.tables):
+            yield from _npu_events(database, query, start_ns)
 
 
 def _npu_events(database: _Database, query: _NpuTable, start_ns: int) -> Iterator[_Json]:

@@ -6,12 +6,12 @@ watch. A failure of another process explains a connection that closed, never the
 
 from __future__ import annotations
 
-import math
 import re
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from errno import EDQUOT, ENOSPC
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -25,7 +25,7 @@ from verl_profiling.files.run_files import known_run
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_log import read_watch_log
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.manifest import RunInfo
+from verl_profiling.manifest import MAX_NS, RunInfo
 from verl_profiling.units import byte_size
 
 LOOP = "controller"
@@ -70,10 +70,13 @@ class Death(msgspec.Struct, frozen=True):
         """Return it as a sentence."""
         if not self.lane:
             return f"who went first is not known: {self.what}"
-        where = "" if self.step is None else f" in step {self.step}"
-        where += f", {self.stage or 'in no stage'}"
-        where += f", at {self.code}" if self.code else ""
-        return f"{self.lane} went first{where}: {self.kind}: {self.what}"
+        first = f"{self.lane} went first"
+        if self.step is not None:
+            first += f" in step {self.step}"
+        first += f", {self.stage or 'in no stage'}"
+        if self.code:
+            first += f", at {self.code}"
+        return f"{first}: {self.kind}: {self.what}"
 
 
 def death_in(run: Path, info: RunInfo | None = None) -> Death | None:
@@ -91,10 +94,11 @@ def death_in(run: Path, info: RunInfo | None = None) -> Death | None:
     with suppress(TraceFormatError):
         logged = read_watch_log(run)
     # A step that raised may be logged as one that ended.
-    since_ns = max((line.begin_ns for line in logged), default=info.begin_ns)
-    until_ns = math.inf if info.end_ns is None else info.end_ns
-    story = _Story(records, logged, since_ns, until_ns)
-    return story.death() if info.end_ns is None or story.is_fatal else None
+    since_ns = max(map(attrgetter("begin_ns"), logged), default=info.begin_ns)
+    story = _Story(records, logged, since_ns, info.end_ns or MAX_NS)
+    if info.end_ns is None or story.is_fatal:
+        return story.death()
+    return None
 
 
 class _Story:
@@ -115,74 +119,86 @@ class _Story:
         records: Sequence[ProcessRecord],
         logged: Sequence[StepSummary],
         since_ns: int,
-        until_ns: float,
+        until_ns: int,
     ) -> None:
-        records = [_without_handled(one, since_ns) for one in records]
-        self._records = records
+        self._records = [_without_handled(record, since_ns) for record in records]
         self._logged = logged
-        failed = [one for one in records if _end(one).error and _end(one).at_ns <= until_ns]
-        self._failed = sorted(failed, key=lambda record: _end(record).at_ns)
-        seen = [gone for record in records for gone in record.gone]
-        gone = [one for one in seen if since_ns < one.at_ns <= until_ns]
-        self._gone = _first_of(gone, records)
-        steps = [record.step for record in records if record.step is not None]
-        self._step = max(steps, default=None)
-        self._stage = next(filter(None, [_end(one).stage for one in self._failed]), "")
-        self.is_fatal = any(_end(record).is_fatal for record in failed)
+        self._failed: list[ProcessRecord] = []
+        self._step: int | None = None
+        gone: list[Gone] = []
+        for record in self._records:
+            if _end(record).error and _end(record).at_ns <= until_ns:
+                self._failed.append(record)
+            if record.step is not None:
+                self._step = max(record.step, self._step or 0)
+            gone += [dead for dead in record.gone if since_ns < dead.at_ns <= until_ns]
+        self._failed.sort(key=lambda record: _end(record).at_ns)
+        self._gone = _first_of(gone, self._records)
+        ends = list(map(_end, self._failed))
+        self._stage = next(filter(None, map(attrgetter("stage"), ends)), "")
+        self.is_fatal = any(map(attrgetter("is_fatal"), ends))
 
     def death(self) -> Death:
         """Return who went first; the first rule that fits holds."""
         gone = self._gone
         if not self._failed:
-            return self._silent() if gone is None else self._killed(gone)
+            if gone is None:
+                return self._silent()
+            return self._killed(gone)
         first = self._failed[0]
         end = _end(first)
         # The survivor of a connection may raise a moment before it sees that the other one is dead.
         if gone is not None and (gone.at_ns < end.at_ns or _FOLLOWS.search(end.error)):
             return self._killed(gone)
-        if (late := self._late()) is not None:
+        late = self._late()
+        if late is not None:
             return late
-        known = [record for record in self._records if record.process.pid == end.pid]
-        if _FOLLOWS.search(end.error) and not _ENGINE_GONE & {*end.types}:
-            if len(known) == 1 and known[0].end is None:
-                return self._killed(Gone(end.at_ns, known[0].lane, end.pid))
+        who = first
+        named = [record for record in self._records if record.process.pid == end.pid]
+        if len(named) == 1:
+            [who] = named
+        if _FOLLOWS.search(end.error) and _ENGINE_GONE.isdisjoint(end.types):
+            if len(named) == 1 and who.end is None:
+                return self._killed(Gone(end.at_ns, who.lane, end.pid))
             what = f"{first.lane} saw {end.error}, and no other process left anything"
             return Death(step=self._step, what=what)
-        who = known[0] if len(known) == 1 else first
-        return Death(
-            who.lane, _kind_of(end), self._step, self._stage, end.code, self._with_holder(end)
-        )
+        what = end.error
+        if not _RAY_KILLED.isdisjoint(end.types):
+            what += f"; {self._holder()}"
+        return Death(who.lane, _kind_of(end), self._step, self._stage, end.code, what)
 
     def _killed(self, gone: Gone) -> Death:
         """Return the death of a process that left nothing."""
-        record = next(one for one in self._records if _key(one) == (gone.lane, gone.pid))
+        record = next(dead for dead in self._records if _key(dead) == (gone.lane, gone.pid))
         kind, what = "signal", f"killed by signal {gone.signal}"
+        if record.role == ROLLOUT_ROLE:
+            kind = "engine gone"
         if gone.oom_kills and gone.signal in (0, signal.SIGKILL):
             kind, what = "killed for memory", self._holder()
-        elif record.role == ROLLOUT_ROLE:
-            kind = "engine gone"
-        if not gone.signal and kind != "killed for memory":
+        elif not gone.signal:
             what = "it left nothing: a signal, or a crash in native code"
-        elif gone.signal and kind != "killed for memory":
+        else:
             with suppress(ValueError):  # not every real-time signal has a name
                 what = f"killed by {signal.Signals(gone.signal).name}"
         return Death(record.lane, kind, self._step, record.stage or self._stage, what=what)
 
     def _silent(self) -> Death:
         """Return the death of a run in which nobody raised, and nobody saw another one die."""
-        last = self._logged[-1] if self._logged else None
-        if last is not None and last.hang is not None and not last.end_ns:
+        for last in self._logged[-1:]:
             hang = last.hang
-            kind = "collective" if "has not entered" in hang.reason else "not known"
-            what = f"{hang.reason}, when it was ended"
-            return Death(hang.lane, kind, last.step, hang.stage, what=what)
+            if hang is not None and not last.end_ns:
+                what = f"{hang.reason}, when it was ended"
+                kind = "not known"
+                if "has not entered" in hang.reason:
+                    kind = "collective"
+                return Death(hang.lane, kind, last.step, hang.stage, what=what)
         loops = [record for record in self._records if record.step is not None]
         silent = [record for record in self._records if record.end is None]
         # A controller would have raised if a worker had died first; a rank may be ended before it.
         if len(loops) == 1 and loops[0].lane == LOOP:
             silent = loops
         if len(silent) != 1:
-            names = ", ".join(record.lane for record in silent) or "every process"
+            names = ", ".join(map(attrgetter("lane"), silent)) or "every process"
             return Death(step=self._step, what=f"no process raised, and {names} left no end")
         [record] = silent
         kills = 0
@@ -197,15 +213,12 @@ class _Story:
             return None
         role = self._failed[0].role
         waited = {record.lane for record in self._failed}
-        missing = [one for one in self._records if one.role == role and one.lane not in waited]
+        missing = [r for r in self._records if r.role == role and r.lane not in waited]
         if len(missing) != 1:
             return Death(step=self._step, what=f"{', '.join(waited)} waited in vain: {end.error}")
         [late] = missing
         what = f"it had not entered the collective of the others: {end.error}"
         return Death(late.lane, "collective", self._step, late.stage or self._stage, what=what)
-
-    def _with_holder(self, end: End) -> str:
-        return f"{end.error}; {self._holder()}" if _RAY_KILLED & {*end.types} else end.error
 
     def _holder(self) -> str:
         """Return a clause on who held the memory."""
@@ -224,11 +237,14 @@ class _Story:
 
 def _first_of(gone: Sequence[Gone], records: Sequence[ProcessRecord]) -> Gone | None:
     """Return the first process that died without an end; of its signal, its parent knows most."""
+    process_of = attrgetter("lane", "pid")
     ended = {_key(record) for record in records if record.end is not None}
-    silent = [one for one in gone if (one.lane, one.pid) not in ended]
-    first = min(silent, key=lambda one: one.at_ns, default=None)
-    alike = [one for one in silent if first and (one.lane, one.pid) == (first.lane, first.pid)]
-    return max(alike, key=lambda one: (one.signal, one.oom_kills), default=None)
+    silent = [dead for dead in gone if process_of(dead) not in ended]
+    if not silent:
+        return None
+    first = process_of(min(silent, key=attrgetter("at_ns")))
+    alike = [dead for dead in silent if process_of(dead) == first]
+    return max(alike, key=attrgetter("signal", "oom_kills"))
 
 
 def _without_handled(record: ProcessRecord, since_ns: int) -> ProcessRecord:
@@ -250,14 +266,15 @@ def _end(record: ProcessRecord) -> End:
 
 def _kind_of(end: End) -> str:
     """Return the class of an exception."""
-    types = {*end.types}
     if end.errno in _FULL or "No space left on device" in end.error:
         return "disk full"
-    if types & _ENGINE_GONE:
+    if not _ENGINE_GONE.isdisjoint(end.types):
         return "engine gone"
-    if types & _RAY_KILLED or "MemoryError" in types:
+    if "MemoryError" in end.types or not _RAY_KILLED.isdisjoint(end.types):
         return "killed for memory"
-    return "signal" if "KeyboardInterrupt" in types else "exception"
+    if "KeyboardInterrupt" in end.types:
+        return "signal"
+    return "exception"
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -278,18 +295,25 @@ class Attempt(msgspec.Struct, frozen=True):
 
 def attempts_of(run: Path) -> Iterator[Attempt]:
     """Yield all starts with the name of a run, in order; none for a run that started once."""
-    own = known_run(run)
-    root = run.parent if run.name.startswith("run_") and known_run(run.parent) else run
-    folders = [root, *sorted(root.glob("run_*"), key=lambda path: (len(path.name), path.name))]
-    starts = [(path, known_run(path)) for path in folders]
-    alike = [(path, info) for path, info in starts if own and info and info.run_id == own.run_id]
-    for path, info in alike[: len(alike) * (len(alike) > 1)]:
-        numbers: list[int] = []
+    this = known_run(run)
+    root = run
+    if run.name.startswith("run_") and known_run(run.parent):
+        root = run.parent
+    starts = {}
+    for path in (root, *sorted(root.glob("run_*"), key=lambda path: (len(path.name), path.name))):
+        info = known_run(path)
+        if this and info and info.run_id == this.run_id:
+            starts[path] = info
+    if len(starts) < 2:
+        return
+    for path, info in starts.items():
+        steps = None
         with suppress(TraceFormatError):
             numbers = [line.step for line in read_watch_log(path)]
+            if numbers:
+                steps = (min(numbers), max(numbers))
         death = death_in(path, info)
         end = info.over or "it runs, or its process is on another host"
         if death is not None:
             end = death.sentence()
-        steps = (min(numbers), max(numbers)) if numbers else None
         yield Attempt(path, info, steps, end)

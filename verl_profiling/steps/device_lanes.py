@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from verl_profiling.errors import TraceFormatError
@@ -199,8 +199,9 @@ def _devices(events: LaneEvents, rows: Rows) -> dict[str, list[int]]:
         devices[name] += recognised.get(pid) or unknown[pid]
         if pid in unknown:
             unknown_ns = length(union(rows.spans[np.isin(rows.keys, unknown[pid])]))
-            is_beside = pid in recognised
-            how = "not counted beside known work" if is_beside else "counted as unrecognised"
+            how = "counted as unrecognised"
+            if pid in recognised:
+                how = "not counted beside known work"
             categories = ", ".join(list(events.unknown)[:_MOST_CATEGORIES])
             events.traces.note(
                 f"{name} has {duration(unknown_ns / 1e9)} of events "
@@ -299,7 +300,7 @@ def _collectives(events: LaneEvents, rows: Rows) -> dict[tuple[str, Group], Ints
     numbers = defaultdict[tuple[str, Group], list[int]](list)
     for number in np.unique(runs.keys).tolist():
         numbers[keys[number].name, keys[number].group or only or Group()].append(number)
-    collectives = {call: sized[np.isin(runs.keys, found)] for call, found in numbers.items()}
+    collectives = {call: sized[np.isin(runs.keys, keys)] for call, keys in numbers.items()}
     return with_entered(collectives, events.entered)
 
 
@@ -396,9 +397,8 @@ def _bounded_ends(spans: Spans, streams: NDArray[np.int32], graphs: Ints) -> Int
     next_begin = begin[following]
     is_followed = (stream[following] == stream) & (next_begin > begin)
     overlapping = np.flatnonzero(is_followed & (end - next_begin > _OVERLAP_NS))
-    for place in overlapping[
-        ::-1
-    ].tolist():  # the last one first, as the next one may be impossible too
+    # The last one first, as the next one may be impossible too.
+    for place in reversed(overlapping.tolist()):
         if end[following[place]] <= end[place]:
             end[place] = next_begin[place]
     ends: Ints = np.empty_like(end)

@@ -10,10 +10,11 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.opener import named_file, real_folder
@@ -97,9 +98,7 @@ def steps_of(
     if ray is not None:  # tasks have another working directory
         for step in readable:
             step.ray = ray
-            step.files = [
-                msgspec.structs.replace(file, path=file.path.absolute()) for file in step.files
-            ]
+            step.files = [replace(file, path=file.path.absolute()) for file in step.files]
     return readable, damaged
 
 
@@ -119,7 +118,7 @@ def unfinished(manifest: Manifest) -> str:
         return ""
     began = local_time(manifest.begin_ns)
     process = manifest.process
-    alive = process.alive() if process is not None else None
+    alive = process and process.alive()
     if alive:
         return f"running: recorded since {began} by {process}"
     state = "unfinished" if alive is None else "killed"
@@ -148,9 +147,12 @@ def the_run(path: Path, *, live: bool = False) -> Path:
     if live:
         runs = list(filter(_is_running, runs)) or runs
     if len(runs) > 1:
-        infos = [run / RUN_NAME if (run / RUN_NAME).is_file() else run for run in runs]
+        names = []
+        for run in runs:
+            info = run / RUN_NAME
+            names.append(str(info if info.is_file() else run))
         raise TraceFormatError(
-            path, f"holds {len(runs)} runs; choose one of them: {', '.join(map(str, infos))}"
+            path, f"holds {len(runs)} runs; choose one of them: {', '.join(names)}"
         )
     return runs[0]
 
@@ -185,8 +187,10 @@ def _runs_below(path: Path) -> Iterator[Path]:
         depth = len(Path(inside).relative_to(path).parts)
         if depth and RUN_NAME in names:
             yield Path(inside)
-        runs = [name for name in folders if depth < 2 and not _STEP_FOLDER.fullmatch(name)]
-        folders[:] = runs
+        if depth < 2:
+            folders[:] = filterfalse(_STEP_FOLDER.fullmatch, folders)
+        else:
+            folders.clear()
 
 
 def is_uncaptured(path: Path) -> bool:
@@ -199,11 +203,12 @@ def how_to_capture(run: Path) -> str:
     ask = f"`verl-profiling trigger {shlex.quote(str(run))}`"
     if _is_running(run):
         return f"No step was captured so far; {ask} requests a capture of the next step."
-    over = ", and the job has ended" if known_run(run) is not None else ""
+    none = "No step was captured"
+    if known_run(run) is not None:
+        none += ", and the job has ended"
     return (
-        f"No step was captured{over}. schedule.steps lists steps beforehand, watch.trigger "
-        "captures slow "
-        f"steps, and {ask} requests a capture from a running job."
+        f"{none}. schedule.steps lists steps beforehand, watch.trigger captures slow steps, and "
+        f"{ask} requests a capture from a running job."
     )
 
 
@@ -213,10 +218,11 @@ def step_folders(run: Path) -> list[Path]:
     """
     if not run.is_dir():
         return []
-    named = (
-        child for child in run.iterdir() if _STEP_FOLDER.fullmatch(child.name) and child.is_dir()
-    )
-    return sorted(named, key=lambda folder: numbered(folder.name))
+    folders = []
+    for folder in run.iterdir():
+        if _STEP_FOLDER.fullmatch(folder.name) and folder.is_dir():
+            folders.append(folder)
+    return sorted(folders, key=lambda folder: numbered(folder.name))
 
 
 def located(directory: Path, artifact: Artifact) -> tuple[Path | None, Any, str]:
@@ -230,17 +236,22 @@ def located(directory: Path, artifact: Artifact) -> tuple[Path | None, Any, str]
         path = written_file(directory, artifact.path)
     except TraceFormatError as error:
         return None, "unreadable", error.problem
-    status = artifact.status if artifact.status in ("empty", "failed") else "missing"
-    elsewhere = f"the file is at {artifact.where}" if artifact.where else ""
-    return path, status, "; ".join(filter(None, (artifact.reason, elsewhere)))
+    status = "missing"
+    if artifact.status in ("empty", "failed"):
+        status = artifact.status
+    reasons = [artifact.reason]
+    if artifact.where:
+        reasons.append(f"the file is at {artifact.where}")
+    return path, status, "; ".join(filter(None, reasons))
 
 
 def on_other_host(directory: Path, artifact: Artifact, ray: str | None) -> str:
     """Return ``host:path`` of an artifact that a Ray task has to read on its host;
     ``""`` for any other.
     """
-    where = artifact.where if ray is not None else ""
-    return where if where and located(directory, artifact)[:2] == (None, "missing") else ""
+    if ray is None or located(directory, artifact)[:2] != (None, "missing"):
+        return ""
+    return artifact.where
 
 
 def _from_manifest(directory: Path, ray: str | None) -> StepInputs:
@@ -251,7 +262,7 @@ def _from_manifest(directory: Path, ray: str | None) -> StepInputs:
     inputs = StepInputs(
         directory=directory,
         step=manifest.step,
-        manifest=msgspec.structs.replace(manifest, workers=workers),
+        manifest=replace(manifest, workers=workers),
         unfinished=unfinished(manifest),
     )
     sources: list[Source] = []
@@ -279,37 +290,53 @@ def _sources_of(
     # A task reads a file on another host. But a folder of torch_npu there cannot be listed here.
     if path is None and not files and (not where or artifact.tool == "npu"):
         state = "missing" if status == "failed" else status
-        inputs.absent.append(f"{artifact.path} is {state}{f': {why}' if why else ''}")
-    return [_source(manifest, worker, artifact, file, where) for file in files]
+        inputs.absent.append(": ".join(filter(None, (f"{artifact.path} is {state}", why))))
+    return [source_of(manifest, worker, artifact, file, where) for file in files]
 
 
 def _shifted(worker: CaptureResult, offset_ns: int) -> CaptureResult:
     """Return a worker's result with a clock offset subtracted; unknown times stay 0."""
     if not offset_ns:
         return worker
-
-    def moved(part: Any) -> Any:
-        times = {name: time - offset_ns for name in _TIMES if (time := getattr(part, name, 0))}
-        return msgspec.structs.replace(part, **times)
-
-    parts = {name: list(map(moved, getattr(worker, name))) for name in _PARTS_WITH_TIMES}
+    parts: dict[str, list[Any]] = {}
+    for name in _PARTS_WITH_TIMES:
+        parts[name] = []
+        for part in getattr(worker, name):
+            times = {}
+            for field in _TIMES:
+                if time_ns := getattr(part, field, 0):
+                    times[field] = time_ns - offset_ns
+            parts[name].append(replace(part, **times))
     pending = [since_ns - offset_ns for since_ns in worker.pending_since_ns]
-    return msgspec.structs.replace(worker, **parts, pending_since_ns=pending)
+    return replace(worker, **parts, pending_since_ns=pending)
 
 
-def _source(
+def source_of(
     manifest: Manifest, worker: CaptureResult, artifact: Artifact, path: Path, where: str
 ) -> Source:
+    """Return a file of an artifact.
+
+    Args:
+        manifest: The manifest of the capture.
+        worker: The worker with the artifact.
+        artifact: The artifact.
+        path: The file in the step folder.
+        where: ``host:path`` of a file that only its host has, else empty.
+    """
     identity = worker.identity
-    lane_rank = re.search(r"_rank(\d+)$", artifact.lane)
+    rank = identity.rank
+    if lane_rank := re.search(r"_rank(\d+)$", artifact.lane):
+        rank = int(lane_rank[1])
     offset_ns = manifest.offset_ns(identity)
-    ended_ns = artifact.end_ns - offset_ns if artifact.end_ns else 0
+    ended_ns = 0
+    if artifact.end_ns:
+        ended_ns = artifact.end_ns - offset_ns
     return Source(
         path=path,
         lane=artifact.lane,
         worker=worker.name,
         role=identity.role,
-        rank=int(lane_rank[1]) if lane_rank else identity.rank,
+        rank=rank,
         replica=identity.replica,
         topology=identity.topology,
         offset_ns=offset_ns,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -96,12 +97,10 @@ _LAUNCHES = ("ac2g", "async")  # arrows from a call on the host to its kernel
 @lru_cache(maxsize=1024)
 def meaning_of(category: str) -> Meaning | None:
     """Return the meaning of a category; ``None`` if the category is unknown."""
-    of_any = (
-        meaning
-        for name, meaning in _MEANINGS.items()
-        if name[0] == "*" and category.endswith(name[1:])
-    )
-    return _MEANINGS.get(category) or next(of_any, None)
+    for name, meaning in _MEANINGS.items():
+        if fnmatchcase(category, name):
+            return meaning
+    return None
 
 
 def is_on_device(event: Event) -> bool:
@@ -288,7 +287,10 @@ _MOST_ELEMENTS = 1 << 40  # more than the memory of any device has
 
 def item_bytes(type_name: str) -> int:
     """Return the size of an element of a torch type, e.g. ``BFloat16``; 0 for an unknown type."""
-    return next((size for size, names in _ITEM_BYTES.items() if type_name in names.split()), 0)
+    for size, names in _ITEM_BYTES.items():
+        if type_name in names.split():
+            return size
+    return 0
 
 
 def group_and_bytes(kernel: str, args: msgspec.Raw) -> tuple[Group | None, int]:
@@ -309,7 +311,9 @@ def group_and_bytes(kernel: str, args: msgspec.Raw) -> tuple[Group | None, int]:
 
 def counted(value: object) -> int:
     """Return a number of elements; 0 for what is none."""
-    return value if isinstance(value, int) and 0 < value < _MOST_ELEMENTS else 0
+    if isinstance(value, int) and 0 < value < _MOST_ELEMENTS:
+        return value
+    return 0
 
 
 @lru_cache(maxsize=1024)
@@ -317,7 +321,9 @@ def _group(kernel: str, collective: str, name: str, ranks: str, size: int) -> Gr
     said = f"{own_name(kernel[:_LONGEST])} {collective}"
     if _BETWEEN_TWO.search(said) and not _ALL_TO_ALL.search(collective):
         return Group()
-    return Group(name, ranks, size, collective) if any(map(str.isdigit, ranks)) else None
+    if any(map(str.isdigit, ranks)):
+        return Group(name, ranks, size, collective)
+    return None
 
 
 def only_group(info: Any) -> Group | None:
@@ -335,11 +341,17 @@ def only_group(info: Any) -> Group | None:
         return None
     if not listed and world == 2:
         listed = [[]]
-    several = [ranks for ranks in listed if len(ranks) != 1]  # a group without ranks has all
-    groups = {
-        (str(ranks), len(ranks)) if 0 < len(ranks) < world else ("all", world) for ranks in several
-    }
-    return Group("", *groups.pop()) if len(groups) == 1 else None
+    groups = {group_of(ranks, world) for ranks in listed if len(ranks) != 1}
+    if len(groups) == 1:
+        return groups.pop()
+    return None
+
+
+def group_of(ranks: list[Any], world: int) -> Group:
+    """Return the process group of the given ranks; a group without ranks has all."""
+    if 0 < len(ranks) < world:
+        return Group("", str(ranks), len(ranks))
+    return Group("", "all", world)
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -367,10 +379,7 @@ _KINDS: dict[str | None, int] = {
 
 _QUEUES = ("enqueue", "dequeue")  # torch_npu's queue to the thread that calls the NPU
 NO_WORK = frozenset(
-    name
-    for category in CATEGORIES
-    if category.meaning in ("no work", "on device, no work")
-    for name in category.names
+    name for name, meaning in _MEANINGS.items() if meaning in ("no work", "on device, no work")
 ) - {"user_annotation", *_QUEUES}
 """Categories of events that are skipped without a look at their names, because they are no work."""
 
@@ -393,15 +402,18 @@ def kind_of(category: str, name: str, communicates: Callable[[str], bool]) -> in
         communicates: Returns whether the kernel of a given name communicates.
     """
     kind = _KINDS.get(meaning_of(category), NOTHING)
+    is_annotation = category == "user_annotation"
     if category == _MTIA and _MTIA_CONTROL.match(name):
         return NOTHING
     if category == _MTIA and name.startswith(_MTIA_COPY):
         return MEMORY
     if kind == COMPUTE and communicates(name):
         return COMMUNICATION
-    if (kind == HOST or category == "user_annotation") and name.startswith(HOST_COLLECTIVES):
+    if (kind == HOST or is_annotation) and name.startswith(HOST_COLLECTIVES):
         return HOST_COMMUNICATION
-    return ITERATION if category == "user_annotation" and parse_iteration(name) else kind
+    if is_annotation and parse_iteration(name):
+        return ITERATION
+    return kind
 
 
 def is_launch(category: str, name: str) -> bool:
@@ -447,9 +459,11 @@ def npu_kind(process: str, pid: object, thread: str, name: str, task_type: str) 
     """
     if process in _HARDWARE:
         return task_kind(name, task_type)
-    if process in _COLLECTIVES:
-        return NOTHING if thread.startswith("Plane") else COMMUNICATION
-    return HOST if process in _HOSTS or pid in _HOSTS else NOTHING
+    if process in _COLLECTIVES and not thread.startswith("Plane"):
+        return COMMUNICATION
+    if process in _HOSTS or pid in _HOSTS:
+        return HOST
+    return NOTHING
 
 
 def task_kind(name: str, task_type: str) -> int:
@@ -463,15 +477,18 @@ def task_kind(name: str, task_type: str) -> int:
     """
     if name.endswith(_COLLECTIVE_KERNELS):
         return NOTHING
-    is_type = bool(_TYPE_NAME.fullmatch(name))
-    for told in (task_type, name if is_type else ""):
-        if _COMPUTING.search(told):
+    types = [task_type]
+    is_operator = bool(task_type) and name != task_type
+    if _TYPE_NAME.fullmatch(name):
+        types.append(name)
+        is_operator = False
+    for kind in types:
+        if _COMPUTING.search(kind):
             return COMPUTE
-        if _COPYING.search(told):
+        if _COPYING.search(kind):
             return MEMORY
-        if _WAITING.search(told):
+        if _WAITING.search(kind):
             return NOTHING
-    is_operator = bool(task_type) and name != task_type and not is_type
     return COMPUTE if is_operator else NOTHING
 
 
@@ -492,7 +509,10 @@ def blocks_from_ns(kind: int, name: str) -> int:
     It is 0 for ``cudaDeviceSynchronize``, 100 us for asynchronous copies, and huge for calls that
     never block.
     """
-    is_waiting = kind == HOST and _BLOCKING.match(name)
-    if not is_waiting or ("Async" in name and "Memcpy" not in name):
+    if kind != HOST or not _BLOCKING.match(name):
         return _NEVER_NS
-    return LONG_COPY_NS if "Async" in name else 0
+    if "Async" not in name:
+        return 0
+    if "Memcpy" in name:
+        return LONG_COPY_NS
+    return _NEVER_NS

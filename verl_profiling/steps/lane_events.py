@@ -219,9 +219,10 @@ class LaneEvents:
         backend = str(trace.metadata.get("distributedInfo")).lower()
         properties = trace.metadata.get("deviceProperties")
         self.says_device |= bool(properties) or any(name in backend for name in _BETWEEN_DEVICES)
-        for device in properties if isinstance(properties, list) else ():
-            if isinstance(device, dict):
-                self.models.add(str(device.get("name") or "")[:LONGEST_NAME])
+        if isinstance(properties, list):
+            for device in properties:
+                if isinstance(device, dict):
+                    self.models.add(str(device.get("name") or "")[:LONGEST_NAME])
 
     def _add_names(self, events: list[Event]) -> None:
         """Add names of processes and threads; of a repeated name, the first is kept."""
@@ -311,11 +312,14 @@ class LaneEvents:
 
         Its kind is known only at the end of the trace, with the name of its process.
         """
-        said = _TASK_TYPE.search(event.args)
-        task_type = said[1] if said else b""
-        call = _CALL_NUMBER.search(event.name)
-        name = event.name[: call.start()] if call else event.name
-        group = Group("", call[1], 0) if call and name.startswith("hcom_") else None
+        task_type = b""
+        if said := _TASK_TYPE.search(event.args):
+            task_type = said[1]
+        name, group = event.name, None
+        if call := _CALL_NUMBER.search(name):
+            name = name[: call.start()]
+            if name.startswith("hcom_"):
+                group = Group("", call[1], 0)
         key = Key(name, event.pid, event.tid, group)
         number = self.table.number(NOTHING, key, len(self.traces.paths), task_type)
         self._task_types[number] = task_type

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 
+import msgspec
+
 from verl_profiling.files.step_summary import ROLLOUT
+from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult, Device, Manifest, StageSpan
 from verl_profiling.slices.intervals import (
     EMPTY,
@@ -28,8 +32,7 @@ from verl_profiling.steps.requests import VALIDATE, RequestRow, requests, valida
 from verl_profiling.steps.step import Source
 
 
-@dataclass(kw_only=True, eq=False)
-class Lane:
+class Lane(msgspec.Struct, kw_only=True, eq=False, dict=True):
     """The work of one device of a process, or of the host in a process without a device.
 
     Attributes:
@@ -75,20 +78,20 @@ class Lane:
     on_device: bool = False
     is_one_of_several: bool = False
     is_unknown: bool = False
-    compute: Spans = field(default_factory=lambda: EMPTY)
-    communication: Spans = field(default_factory=lambda: EMPTY)
-    memory: Spans = field(default_factory=lambda: EMPTY)
-    unrecognised: Spans = field(default_factory=lambda: EMPTY)
-    collectives: Mapping[tuple[str, Group], Ints] = field(default_factory=dict)
-    links: list[Link] = field(default_factory=list)
-    ops: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    compute: Spans = EMPTY
+    communication: Spans = EMPTY
+    memory: Spans = EMPTY
+    unrecognised: Spans = EMPTY
+    collectives: Mapping[tuple[str, Group], Ints] = {}
+    links: list[Link] = []
+    ops: Mapping[tuple[str, str], tuple[int, int]] = {}
     stages: Sequence[StageSpan] = ()
-    pauses: Spans = field(default_factory=lambda: EMPTY)
-    observed: Spans = field(default_factory=lambda: EMPTY)
-    unseen: Spans = field(default_factory=lambda: EMPTY)
+    pauses: Spans = EMPTY
+    observed: Spans = EMPTY
+    unseen: Spans = EMPTY
     device: Device | None = None
-    waiting: Spans = field(default_factory=lambda: EMPTY)
-    idle: Mapping[str, Spans] = field(default_factory=dict)
+    waiting: Spans = EMPTY
+    idle: Mapping[str, Spans] = {}
 
     @cached_property
     def busy(self) -> Spans:
@@ -98,9 +101,9 @@ class Lane:
     @property
     def name(self) -> str:
         """Name of the lane, with the device's name if the process has several devices."""
-        return (
-            f"{self.source.lane} {self.accelerator}" if self.is_one_of_several else self.source.lane
-        )
+        if self.is_one_of_several:
+            return f"{self.source.lane} {self.accelerator}"
+        return self.source.lane
 
     @property
     def is_engine(self) -> bool:
@@ -110,13 +113,16 @@ class Lane:
 
 def _device_of(lane: Lane, worker: CaptureResult) -> Device | None:
     """Return the device of a lane, by the device number in the trace or the rank in the replica."""
-    devices, several = worker.devices, lane.is_one_of_several
-    if len(devices) == 1 and not several:
-        return devices[0]
-    if worker.identity.is_engine and not several:
-        return devices[lane.source.rank] if lane.source.rank < len(devices) else None
-    number = re.search(r"\d+$", lane.accelerator)
-    return next((device for device in devices if number and device.index == int(number[0])), None)
+    if not lane.is_one_of_several:
+        if len(worker.devices) == 1:
+            return worker.devices[0]
+        if lane.is_engine:
+            return dict(enumerate(worker.devices)).get(lane.source.rank)
+    if number := re.search(r"\d+$", lane.accelerator):
+        for device in worker.devices:
+            if device.index == int(number[0]):
+                return device
+    return None
 
 
 class Step:
@@ -133,12 +139,21 @@ class Step:
     """
 
     def __init__(self, manifest: Manifest | None, capture: Manifest | None = None) -> None:
-        capture = capture or manifest
         self.manifest = manifest
-        self.workers = list(manifest.workers) if manifest else []
-        self.of_capture = list(capture.workers) if capture else []
-        self.begin_ns, self.end_ns = (manifest.begin_ns, manifest.end_ns) if manifest else (0, 0)
-        self.whole = spans_of([(self.begin_ns, self.end_ns)])
+        self._recorded = manifest or Manifest(
+            run_id="",
+            capture_id="",
+            step=0,
+            steps=[],
+            begin_ns=0,
+            end_ns=0,
+            controller=WorkerIdentity(role=""),
+        )
+        self.workers = self._recorded.workers
+        self.of_capture = (capture or self._recorded).workers
+        self.begin_ns = self._recorded.begin_ns
+        self.end_ns = self._recorded.end_ns
+        self.whole = time_of([self._recorded])
         self.lanes: list[Lane] = []
 
     def add(self, lane: Lane) -> None:
@@ -153,27 +168,35 @@ class Step:
         if worker is None:
             return
         # Engines compute in other processes than the one that records pauses.
-        lane.stages, lane.pauses = (
-            worker.stages,
-            EMPTY if lane.is_engine else time_of(worker.pauses),
-        )
+        lane.stages = worker.stages
         lane.device = _device_of(lane, worker)
-        at_work = self.during(ROLLOUT, VALIDATE) if lane.is_engine else time_of(lane.stages)
+        if lane.is_engine:
+            at_work = self.during(ROLLOUT, VALIDATE)
+        else:
+            at_work = time_of(lane.stages)
+            lane.pauses = time_of(worker.pauses)
         lane.unseen = subtract(intersection(at_work, self.whole), lane.observed)
+
+    def lanes_of(self, worker: str) -> list[Lane]:
+        """Return the lanes of a worker."""
+        return [lane for lane in self.lanes if lane.source.worker == worker]
 
     @property
     def clock_error_ns(self) -> int:
         """Largest error of the clock offsets between hosts (ns); 0 without a manifest."""
-        clocks = self.manifest.clocks if self.manifest else []
-        return max((clock.error_ns for clock in clocks), default=0)
+        return max((clock.error_ns for clock in self._recorded.clocks), default=0)
 
     def worker_of(self, source: Source) -> CaptureResult | None:
         """Return the result of the worker that recorded a trace. A replica on several nodes has
         several workers of one name.
         """
-        named = [worker for worker in self.workers if worker.name == source.worker]
-        recorded = (w for w in named if any(a.lane == source.lane for a in w.artifacts))
-        return next(recorded, named[0] if named else None)
+        first = None
+        for worker in self.workers:
+            if worker.name == source.worker:
+                first = first or worker
+                if source.lane in map(attrgetter("lane"), worker.artifacts):
+                    return worker
+        return first
 
     def cut_off(self, span: StageSpan) -> bool:
         """Return whether the stage was still open when the capture ended, so that its duration is
@@ -190,7 +213,7 @@ class Step:
         for stages in (of_worker, self.stages):
             outermost = [span for span in stages if span.depth == 0]
             if outermost:
-                return sorted(outermost, key=lambda span: span.begin_ns)
+                return sorted(outermost, key=attrgetter("begin_ns"))
         return []
 
     def unrecorded_device(self, source: Source) -> str:
@@ -204,8 +227,10 @@ class Step:
             source.replica is not None and worker.requests_logged and not worker.requests
         ):
             return ""
-        of_lane = (artifact for artifact in worker.artifacts if artifact.lane == source.lane)
-        return next((a.unrecorded_device for a in of_lane if a.unrecorded_device), "")
+        for artifact in worker.artifacts:
+            if artifact.lane == source.lane and artifact.unrecorded_device:
+                return artifact.unrecorded_device
+        return ""
 
     @property
     def span_ns(self) -> int:
@@ -215,17 +240,17 @@ class Step:
     @cached_property
     def stages(self) -> list[StageSpan]:
         """The controller's stages, in order of begin."""
-        return sorted(self.manifest.stages if self.manifest else [], key=lambda span: span.begin_ns)
+        return sorted(self._recorded.stages, key=attrgetter("begin_ns"))
 
     @cached_property
     def validations(self) -> Spans:
         """Time of validation, in the step and around it."""
-        return time_of(validations(self.manifest) if self.manifest else [])
+        return time_of(validations(self._recorded))
 
     @cached_property
     def requests(self) -> list[RequestRow]:
         """The requests of all replicas."""
-        return requests(self.manifest) if self.manifest else []
+        return list(requests(self._recorded))
 
     def queued(self, replica: int | None) -> Spans:
         """Return the time in which all requests of a replica wait in the engine's queue.
@@ -237,12 +262,19 @@ class Step:
         running: list[tuple[int, int]] = []
         for worker in self.of_capture:
             if worker.identity.replica == replica:
-                running += [(since_ns, self.end_ns) for since_ns in worker.pending_since_ns]
+                running += self._unfinished(worker)
             for request in worker.requests:
                 if request.replica == replica:
                     for name, begin_ns, end_ns in request.parts():
-                        (queued if name == "queued" else running).append((begin_ns, end_ns))
+                        if name == "queued":
+                            queued.append((begin_ns, end_ns))
+                        else:
+                            running.append((begin_ns, end_ns))
         return subtract(spans_of(queued), spans_of(running))
+
+    def _unfinished(self, worker: CaptureResult) -> list[tuple[int, int]]:
+        """Return the times of the requests that were open at the end of the log."""
+        return [(since_ns, self.end_ns) for since_ns in worker.pending_since_ns]
 
     def during(self, *names: str) -> Spans:
         """Return the time in which the controller was in one of these stages; without names,
@@ -251,14 +283,19 @@ class Step:
         return time_of(self.stages, *names)
 
     @cached_property
+    def rollout(self) -> Spans:
+        """The time in which the controller was in the stage ``rollout``."""
+        return self.during(ROLLOUT)
+
+    @cached_property
     def pending(self) -> list[int]:
         """Indexes of the replicas with requests that were open at the end of the step."""
-        return [
-            worker.identity.replica
-            for worker in self.workers
-            if worker.identity.replica is not None
-            and any(since_ns < self.end_ns for since_ns in worker.pending_since_ns)
-        ]
+        replicas = []
+        for worker in self.workers:
+            oldest_ns = min(worker.pending_since_ns, default=self.end_ns)
+            if worker.identity.replica is not None and oldest_ns < self.end_ns:
+                replicas.append(worker.identity.replica)
+        return replicas
 
     @cached_property
     def served(self) -> dict[int, Spans]:
@@ -267,16 +304,16 @@ class Step:
         Requests that were sent before the log began are not in it. If the engine iterates outside
         all logged requests, it is taken to have served from the step's begin to then.
         """
-        runs: dict[int, list[tuple[int, int]]] = {}
+        runs = defaultdict[int, list[tuple[int, int]]](list)
         for worker in self.of_capture:
             if worker.requests_logged and worker.identity.replica is not None:
-                open_runs = [(since_ns, self.end_ns) for since_ns in worker.pending_since_ns]
-                runs.setdefault(worker.identity.replica, []).extend(open_runs)
+                runs[worker.identity.replica] += self._unfinished(worker)
             for request in worker.requests:
-                runs.setdefault(request.replica, []).append((request.begin_ns, request.end_ns))
+                runs[request.replica].append((request.begin_ns, request.end_ns))
         served = {replica: spans_of(pairs) for replica, pairs in runs.items()}
         for lane in self.lanes:
-            if (replica := lane.source.replica) in served:
+            replica = lane.source.replica
+            if replica in served:
                 outside = ~holding(served[replica], lane.iterations[:, 0])
                 last_ns = int(lane.iterations[outside, 1].max(initial=self.begin_ns))
                 before = spans_of([(self.begin_ns, last_ns)])

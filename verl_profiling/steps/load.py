@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 
 import msgspec
 
 from verl_profiling.files.trajectory_log import TrajectoryLog
 from verl_profiling.manifest import BLOCK_TOKENS, Manifest, Request, StageSpan
-from verl_profiling.steps.requests import is_validation, joined, requests_by_id, validations
+from verl_profiling.steps.requests import (
+    is_validation,
+    requests_by_id,
+    requests_of_spans,
+    validations,
+)
 from verl_profiling.steps.step import StepInputs
 from verl_profiling.steps.trajectory_spans import read_logs
 
@@ -76,11 +82,12 @@ def load_of(manifest: Manifest, inputs: StepInputs) -> Load:
     validation_stages = validations(manifest)
     for worker in manifest.workers:
         for request in worker.requests:
-            if reason := _why_not(request, validation_stages):
+            reason = _why_not(request, validation_stages)
+            if reason:
                 left_out[reason] += 1
             else:
                 kept.append(request)
-    kept.sort(key=_begin)
+    kept.sort(key=attrgetter("begin_ns"))
     trajectories, problems = _trajectories(manifest, inputs)
     return Load(
         requests=list(_in_sessions(kept, trajectories)),
@@ -108,14 +115,14 @@ def _trajectories(
     manifest: Manifest, inputs: StepInputs
 ) -> tuple[dict[int, _Trajectory], list[str]]:
     """Return the trajectory of each request, by the identity of its object, and problems."""
-    requests = requests_by_id(manifest)
-    found: dict[int, _Trajectory] = {}
+    requests = requests_by_id(manifest.workers)
+    trajectories: dict[int, _Trajectory] = {}
     problems: list[str] = []
     for source, log, sentences in read_logs(inputs):
         problems += sentences
         if log is not None:
-            found.update(_senders(log, source.offset_ns, requests))
-    return found, problems
+            trajectories.update(_senders(log, source.offset_ns, requests))
+    return trajectories, problems
 
 
 def _senders(
@@ -123,14 +130,9 @@ def _senders(
 ) -> Iterator[tuple[int, _Trajectory]]:
     """Yield the identity of each request of a log, with the trajectory that sent it."""
     groups = {trajectory.id: trajectory.group for trajectory in log.trajectories}
-    senders = {span.id: span.trajectory for span in log.spans if span.trajectory in groups}
-    waits = (
-        (span.id, span.request, span.begin_ns - offset_ns, span.end_ns - offset_ns)
-        for span in log.spans
-        if span.id in senders
-    )
-    for span, request in joined(waits, requests).items():
-        trajectory = senders[span]
+    spans = {span.id: span for span in log.spans if span.trajectory in groups}
+    for number, request in requests_of_spans(spans.values(), offset_ns, requests).items():
+        trajectory = spans[number].trajectory
         yield id(request), (f"{log.lane}:{trajectory}", groups[trajectory])
 
 
@@ -153,10 +155,6 @@ def _in_sessions(
             session, delay_ns = alone, None
         ends[session] = request.end_ns
         yield LoadRequest(request=request, session=session, group=group, delay_ns=delay_ns)
-
-
-def _begin(request: Request) -> int:
-    return request.begin_ns
 
 
 def mooncake_rows(load: Load) -> Iterator[dict[str, object]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from math import prod
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,7 +17,7 @@ import numpy as np
 
 from verl_profiling.manifest import Ns
 from verl_profiling.slices.intervals import Ints, grouped
-from verl_profiling.steps.kinds import Group, counted, item_bytes
+from verl_profiling.steps.kinds import Group, counted, group_of, item_bytes
 
 _ROUNDING_NS = 1_000  # of the times in traces; an event begins some 10 us after it is recorded
 
@@ -59,22 +60,19 @@ def entered_in(header: Mapping[str, Any], offset_ns: int) -> list[Entered]:
     """
     try:
         info = header["distributedInfo"]
-        groups = {one["pg_name"]: list(one["ranks"]) for one in info["pg_config"]}
         world = int(info["world_size"])
+        groups = {row["pg_name"]: group_of(list(row["ranks"]), world) for row in info["pg_config"]}
         records = msgspec.convert(header["collectives"]["entries"], list[_Record])
     except (ArithmeticError, LookupError, TypeError, ValueError):
         return []
-    found = []
-    for one in records:
-        ranks = groups.get(one.process_group[0])
-        group = Group()
-        if ranks is not None:  # a group without ranks has all
-            is_part = 0 < len(ranks) < world
-            group = Group("", *((str(ranks), len(ranks)) if is_part else ("all", world)))
-        elements = max(sum(map(prod, one.input_sizes)), sum(map(prod, one.output_sizes)))
-        size = counted(elements) * min(map(item_bytes, one.input_dtypes), default=0)
-        found.append(Entered(one.time_created_ns - offset_ns, one.profiling_name, group, size))
-    return found
+    entered = []
+    for record in records:
+        group = groups.get(record.process_group[0], Group())
+        elements = max(sum(map(prod, record.input_sizes)), sum(map(prod, record.output_sizes)))
+        size = counted(elements) * min(map(item_bytes, record.input_dtypes), default=0)
+        time_ns = record.time_created_ns - offset_ns
+        entered.append(Entered(time_ns, record.profiling_name, group, size))
+    return entered
 
 
 def with_entered(
@@ -86,19 +84,21 @@ def with_entered(
     records of times without a recording. So the last run is the latest collective that was entered
     before it begins, and each run before is the latest one before that.
     """
-    known = grouped(sorted(set(entered)), lambda one: one.name)
+    by_name = grouped(sorted(set(entered)), attrgetter("name"))
     parts: defaultdict[tuple[str, Group], list[Ints]] = defaultdict(list)
     for (name, group), runs in collectives.items():
-        of_name = known.get(name, [])
-        if not of_name:
+        of_name = by_name.get(name)
+        if of_name is None:
             parts[name, group].append(runs)
             continue
-        times = np.array([one.time_ns for one in of_name], np.int64)
+        times = np.array([call.time_ns for call in of_name], np.int64)
         order = np.arange(len(runs))
         latest = np.searchsorted(times, runs[:, 0] + _ROUNDING_NS, side="right") - 1
         places = order + np.minimum.accumulate((latest - order)[::-1])[::-1]
         for run, place in zip(runs, places.tolist(), strict=True):
-            of_run = of_name[place] if place >= 0 else Entered(0, name, group, 0)
-            of_group = of_run.group if group == Group() else group
-            parts[name, of_group].append(np.array([[*run[:2], of_run.bytes]]))
+            call = Entered(0, name, group, 0)
+            if place >= 0:
+                call = of_name[place]
+            of_group = call.group if group == Group() else group
+            parts[name, of_group].append(np.array([[*run[:2], call.bytes]]))
     return {call: np.concatenate(runs) for call, runs in parts.items()}

@@ -7,12 +7,14 @@ They are in ``communication_matrix.json``, else in the table ``CommAnalyzerMatri
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from verl_profiling.files.opener import opened, read_small
+from verl_profiling.files.opener import read_small
+from verl_profiling.steps.databases import open_database
 
 _ALL_CALLS = "-total"  # end of the name of the sums over all calls of a collective
 _LOCAL, _REMOTE = "LOCAL", "RDMA"  # inside of an NPU, and between nodes; others are in a node
@@ -78,12 +80,7 @@ def _of_matrix(steps: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def _of_database(path: Path) -> list[Any]:
-    import sqlite3  # 1 MB, which no other trace needs
-
-    opened(path).close()  # refuses a link, which SQLite follows
-    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
-    try:
-        has_table = connection.execute(_HAS_TABLE).fetchone()  # torch_npu omits empty ones
-        return connection.execute(_TABLE).fetchall() if has_table else []
-    finally:
-        connection.close()
+    with closing(open_database(path)) as database:
+        if database.execute(_HAS_TABLE).fetchone():  # torch_npu omits empty ones
+            return database.execute(_TABLE).fetchall()
+    return []

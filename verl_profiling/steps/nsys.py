@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 from isal import igzip
+from msgspec.structs import replace
 
 from verl_profiling.errors import ToolUnavailableError, TraceFormatError
 from verl_profiling.files.opener import move_file, named_file, read_small, remove_file, whole_file
@@ -69,9 +70,9 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
         raise ToolUnavailableError(
             "collect --export: there is no nsys on PATH; install NVIDIA Nsight Systems"
         )
-    root = (
-        run if (run / NSYS_FOLDER).is_dir() else run.parent
-    )  # several runs may share one save_path
+    root = run
+    if not (run / NSYS_FOLDER).is_dir():  # several runs may share one save_path
+        root = run.parent
     of_outputs, collected = read_ranges(named_file(root, NSYS_FOLDER))
     processes = {
         output: [noted for noted in ranges if run in (root, (root / noted.folder).parent)]
@@ -122,7 +123,7 @@ def read_ranges(folder: Path) -> tuple[dict[Path, list[NsysRange]], list[Collect
                 problem = f"a line is incomplete, and its range is lost: {error}"
                 damaged.append(Collected(name, "damaged", problem))
         output = path.with_name(path.name.removesuffix(NOTES_SUFFIX))
-        ranges[output] = sorted(latest.values(), key=lambda noted: noted.number)
+        ranges[output] = [latest[number] for number in sorted(latest)]
     return ranges, damaged
 
 
@@ -147,10 +148,8 @@ def _is_there(path: Path) -> bool:
 
 def _fetch(run: Path, noted: NsysRange, report: Path | None, export: bool) -> Iterator[Collected]:
     """Move the report of a range into its step folder, and convert an exported report."""
-    folder, target = (
-        named_file(run, noted.folder),
-        named_file(run, f"{noted.folder}/{noted.artifact}"),
-    )
+    folder = named_file(run, noted.folder)
+    target = named_file(run, f"{noted.folder}/{noted.artifact}")
     if not target.name.endswith(REPORT):
         raise TraceFormatError(target, f"is not a name of a report, which ends with {REPORT}")
     if not folder.is_dir():
@@ -169,7 +168,9 @@ def _fetch(run: Path, noted: NsysRange, report: Path | None, export: bool) -> It
             folder, noted, None, "there is no report of this range yet; has its process ended?"
         )
         return
-    reason = "" if noted.end_ns else "the process ended inside this range"
+    reason = ""
+    if not noted.end_ns:
+        reason = "the process ended inside this range"
     yield _entered(folder, noted, target, reason)
     if export and not database.is_file():
         _export(target, database)
@@ -214,7 +215,7 @@ def _entered(
         listed = artifacts.get(noted.artifact)
         if listed is None or listed.tool != _TOOL:
             continue
-        entry = msgspec.structs.replace(
+        entry = replace(
             listed,
             path=listed.path if file is None else file.name,
             status="pending" if file is None else status,
@@ -225,10 +226,10 @@ def _entered(
             end_ns=noted.end_ns or listed.end_ns,
         )
         entries = list({**artifacts, entry.path: entry}.values())
-        result = msgspec.structs.replace(worker, artifacts=entries)
+        result = replace(worker, artifacts=entries)
         if worker.status != "failed":  # a failed worker stays failed, whatever its reports
             worst, why = worst_status(entries)
-            result = msgspec.structs.replace(result, status=worst, reason=why)
+            result = replace(result, status=worst, reason=why)
         if result != worker:
             write_result(folder, result)
     if file is None:

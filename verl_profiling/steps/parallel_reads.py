@@ -39,16 +39,21 @@ def results(
     Raises:
         ToolUnavailableError: Ray is not installed, or no cluster runs at the address.
     """
-    sizes = (file.path.stat().st_size for _, files in calls for file in files if file.path.exists())
     if ray is not None:
         yield from _of_tasks(calls, ray)
-    elif min(jobs, len(calls)) < 2 or sum(sizes) < _SPAWN_BYTES:
-        yield from (_result(call) for call, _ in calls)
+        return
+    functions = [call for call, _ in calls]
+    size = 0
+    for _, files in calls:
+        for file in files:
+            if file.path.exists():
+                size += file.path.stat().st_size
+    jobs = min(jobs, len(calls))
+    if jobs < 2 or size < _SPAWN_BYTES:
+        yield from map(_result, functions)
     else:
-        with ProcessPoolExecutor(
-            min(jobs, len(calls)), mp_context=get_context(_start_method())
-        ) as pool:
-            yield from pool.map(_result, [call for call, _ in calls])
+        with ProcessPoolExecutor(jobs, mp_context=get_context(_start_method())) as pool:
+            yield from pool.map(_result, functions)
 
 
 def _result(call: Callable[[], T]) -> T | TraceFormatError:
@@ -65,9 +70,11 @@ def _start_method() -> Literal["fork", "spawn"]:
     hold, without threads to release them.
     """
     try:
-        return "fork" if len(list(_THREADS.iterdir())) == 1 else "spawn"
+        if len(list(_THREADS.iterdir())) == 1:
+            return "fork"
     except OSError:  # a system without /proc
-        return "spawn"
+        pass
+    return "spawn"
 
 
 def _of_tasks(
@@ -86,8 +93,10 @@ def _of_tasks(
         node = nodes.get(host)
         if host and not node:
             return None
+        stamps = {}
+        if not host:
+            stamps = {file.path: _stamp(file.path) for file in files}
         where = NodeAffinitySchedulingStrategy(node, soft=False) if node else "SPREAD"
-        stamps = {} if host else {file.path: _stamp(file.path) for file in files}
         return task.options(scheduling_strategy=where).remote(call, stamps)
 
     waiting = iter(calls)
@@ -96,7 +105,7 @@ def _of_tasks(
         for call, (file, *_) in calls:
             free = _TASKS_PER_NODE * len(nodes) - len(tasks)
             tasks += [started(*calling) for calling in islice(waiting, free)]
-            result = None
+            result: Any = None
             why = "no node of the Ray cluster has this host name"
             if tasks[0] is not None:
                 try:
@@ -106,7 +115,9 @@ def _of_tasks(
             tasks.popleft()
             if result is None and file.host:
                 result = TraceFormatError(file.path, f"cannot be read on {file.host}: {why}")
-            yield _result(call) if result is None else result
+            if result is None:
+                result = _result(call)
+            yield result
     finally:
         for left in filter(None, tasks):
             ray.cancel(left)
@@ -124,8 +135,10 @@ def _result_there(
         call: The function that reads the files.
         stamps: Size and time of each file on the calling host.
     """
-    is_seen = all(stamp and _stamp(path) == stamp for path, stamp in stamps.items())
-    return _result(call) if is_seen else None
+    for path, stamp in stamps.items():
+        if stamp is None or _stamp(path) != stamp:
+            return None
+    return _result(call)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -18,6 +18,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from verl_profiling.files.recording_names import (
     rank_of_recording,
 )
 from verl_profiling.identity import ROLLOUT_ROLE
+from verl_profiling.slices.intervals import grouped
 from verl_profiling.steps.databases import NO_DATABASE
 from verl_profiling.steps.kinds import is_on_device
 from verl_profiling.steps.recordings import (
@@ -99,7 +101,7 @@ def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceForm
         return [], []
     directory, *others = dict.fromkeys(path if path.is_dir() else path.parent for path in paths)
     if others:
-        directory = Path(os.path.commonpath([folder.resolve() for folder in (directory, *others)]))
+        directory = Path(os.path.commonpath(list(map(Path.resolve, (directory, *others)))))
     traces: dict[tuple[Path, int], PlainTrace] = {}
     damaged: list[TraceFormatError] = []
     for path in paths:
@@ -121,10 +123,9 @@ def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceForm
                 path, "holds no manifest.json, no step folders and no trace files"
             )
         damaged += unread
-    together = not any(path.is_dir() for path in paths)
-    return list(
-        _steps(directory, _label(paths, directory), list(traces.values()), together)
-    ), damaged
+    together = not any(map(Path.is_dir, paths))
+    steps = _steps(directory, _label(paths, directory), list(traces.values()), together)
+    return list(steps), damaged
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -134,10 +135,12 @@ def _files(path: Path) -> Iterator[Path]:
     if not path.is_dir():
         yield path
         return
-    kinds = (path.rglob(kind) for kind in ("*.json", "*.json.gz", "*.sqlite"))
-    for file in sorted({*chain(*kinds), *npu_files(path)}):
-        hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
-        if file.name not in _NOT_A_TRACE and not hidden and not file.is_dir():
+    files = set(npu_files(path))
+    for pattern in ("*.json", "*.json.gz", "*.sqlite"):
+        files.update(path.rglob(pattern))
+    for file in sorted(files):
+        is_hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+        if file.name not in _NOT_A_TRACE and not is_hidden and not file.is_dir():
             yield file
 
 
@@ -192,21 +195,26 @@ def _label(paths: Sequence[Path], directory: Path) -> str:
 def _steps(
     directory: Path, label: str, traces: list[PlainTrace], together: bool
 ) -> Iterator[StepInputs]:
-    steps: dict[int | None, list[PlainTrace]] = {}
-    is_one = together and len({number_in(trace.name, _STEP) for trace in traces}) > 1
-    for trace in traces:
-        steps.setdefault(None if is_one else number_in(trace.name, _STEP), []).append(trace)
-    only = traces[0].name if label and len(traces) == 1 else ""
-    for step, of_step in sorted(steps.items(), key=lambda item: -1 if item[0] is None else item[0]):
-        numbered = f"step_{step:06d}" if step is not None and len(traces) > 1 else ""
-        recordings, notes = once(of_step)
+    steps = grouped(traces, lambda trace: number_in(trace.name, _STEP))
+    if together and len(steps) > 1:
+        steps = {None: traces}
+    name = ""
+    if label and len(traces) == 1:
+        name = traces[0].name
+    for step in sorted(steps, key=lambda step: -1 if step is None else step):
+        labels = [label]
+        if step is not None and len(traces) > 1:
+            labels.append(f"step_{step:06d}")
+        recordings, notes = once(steps[step])
+        if step is None:
+            step = number_in(directory.absolute().name, _STEP)
         yield StepInputs(
             directory=directory,
-            step=number_in(directory.absolute().name, _STEP) if step is None else step,
+            step=step,
             files=in_lanes(ranked_by_number(recordings)),
             notes=[*notes, *clock_notes(recordings)],
-            name=only,
-            label=".".join(filter(None, (label, numbered))),
+            name=name,
+            label=".".join(filter(None, labels)),
         )
 
 
@@ -230,13 +238,14 @@ def _described(path: Path, name: str) -> list[PlainTrace]:
     rank = _rank(trace, folder, name)
     host, title, pid = _process(trace, head, path, is_ranked=rank is not None)
     role = _role(trace, name, title, head)
-    timed = (
-        (event.name, trace.base_ns + round(event.ts * 1000), event.dur)
-        for events in chain([head], chunks)
-        for event in events
-        if event.ts is not None and event.ph != "M"
-    )
-    first = list(islice(timed, _SAME_EVENTS))
+    replica = None
+    if role == ROLLOUT_ROLE:
+        replica = number_in(name, _REPLICA)
+    events = chain(head, chain.from_iterable(chunks))
+    timed = (event for event in events if event.ts is not None and event.ph != "M")
+    first = []
+    for event in islice(timed, _SAME_EVENTS):
+        first.append((event.name, trace.base_ns + round((event.ts or 0.0) * 1000), event.dur))
     pid_in_part = _MERGED_PID.sub("", pid)
     described = PlainTrace(
         path=path,
@@ -244,7 +253,7 @@ def _described(path: Path, name: str) -> list[PlainTrace]:
         worker="",
         role=role,
         rank=rank or 0,
-        replica=number_in(name, _REPLICA) if role == ROLLOUT_ROLE else None,
+        replica=replica,
         begin_ns=first[0][1] if first else trace.base_ns,
         process=(host, title, pid_in_part),
         name=name,
@@ -293,19 +302,24 @@ def _role(trace: Trace, name: str, process: str, head: list[Event]) -> str:
         process: Name of its process.
         head: The first events.
     """
-    if _GRAPH_FOLDER.search(name) or any(_GRAPH_ANNOTATION.match(event.name) for event in head):
+    names = list(map(attrgetter("name"), head))
+    if _GRAPH_FOLDER.search(name) or any(map(_GRAPH_ANNOTATION.match, names)):
         return GRAPH_CAPTURE
     for part in reversed(Path(name).parts):
         if named := _ROLE.search(part):
             return named[1].lower()
     is_named = bool(_ENGINE_PROCESS.search(process)) or "vllm_version" in trace.metadata
-    is_engine = is_named or any(is_like_iteration(event.name) for event in head)
-    return ROLLOUT_ROLE if is_engine else "worker"
+    if is_named or any(map(is_like_iteration, names)):
+        return ROLLOUT_ROLE
+    return "worker"
 
 
 def _npu_folder(path: Path) -> Path | None:
     """Return the ``*_ascend_pt`` folder that holds a file, or ``None``; it has one recording."""
-    return next((folder for folder in path.parents if folder.name.endswith(RECORDING_SUFFIX)), None)
+    for folder in path.parents:
+        if folder.name.endswith(RECORDING_SUFFIX):
+            return folder
+    return None
 
 
 def _rank(trace: Trace, folder: Path | None, name: str) -> int | None:
@@ -313,11 +327,14 @@ def _rank(trace: Trace, folder: Path | None, name: str) -> int | None:
     else from the path.
     """
     info = trace.metadata.get("distributedInfo")
-    rank = info.get("rank") if isinstance(info, dict) else None
-    if type(rank) is int and 0 <= rank <= _MAX_RANK:
-        return rank
-    if folder is not None and (rank := rank_of_recording(folder)) is not None:
-        return rank
+    if isinstance(info, dict):
+        rank = info.get("rank")
+        if type(rank) is int and 0 <= rank <= _MAX_RANK:
+            return rank
+    if folder is not None:
+        rank = rank_of_recording(folder)
+        if rank is not None:
+            return rank
     return number_in(name, _RANK, _TENSOR_RANK)
 
 

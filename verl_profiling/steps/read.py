@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 
@@ -28,8 +27,7 @@ Counts = dict[tuple[str, str], list[tuple[int, float]]]
 """Samples (unix ns, value) of each counter, by lane and counter name."""
 
 
-@dataclass(kw_only=True, eq=False)
-class Content:
+class Content(msgspec.Struct, kw_only=True):
     """Everything that was read of a step.
 
     Attributes:
@@ -76,10 +74,9 @@ def read_lanes(
     read = results([(partial(read_lane, job), job.sources) for job in jobs], inputs.ray)
     for job, traces in zip(jobs, read, strict=True):
         if isinstance(traces, TraceFormatError):
-            problems = [
-                str(TraceFormatError(source.path, traces.problem)) for source in job.sources
-            ]
-            traces = LaneTraces(problems=problems)
+            error, traces = traces, LaneTraces()
+            for source in job.sources:
+                traces.problems.append(str(TraceFormatError(source.path, error.problem)))
         _add(traces, job, step, coverage)
         notes += traces.notes
         if on_progress:
@@ -113,28 +110,28 @@ def _expected(inputs: StepInputs) -> Coverage:
 def _jobs(inputs: StepInputs, step: Step, coverage: Coverage) -> Iterator[LaneJob]:
     """Yield the inputs for reading each lane. Its traces on a second host count as missing."""
     for sources in grouped(inputs.sources, attrgetter("lane")).values():
-        here = [source for source in sources if source.host == sources[0].host]
-        coverage.missing += [
-            f"{source.path.name} is on another host than the lane's other traces"
-            for source in sources
-            if source not in here
-        ]
-        yield _job(here, step, inputs)
-
-
-def _job(sources: list[Source], step: Step, inputs: StepInputs) -> LaneJob:
-    """Return the inputs for the traces of one lane of a step."""
-    workers = [worker for worker in step.workers if worker.name == sources[0].worker]
-    return LaneJob(
-        sources=sources,
-        limits=inputs.limits,
-        communication=inputs.communication,
-        is_captured=step.manifest is not None,
-        stages=step.stages_of(sources[0]),
-        marks={span.name for worker in workers for span in worker.stages},
-        between=(step.begin_ns, step.end_ns) if inputs.capture else None,
-        unrecorded=step.unrecorded_device(sources[0]),
-    )
+        first = sources[0]
+        here = []
+        for source in sources:
+            if source.host == first.host:
+                here.append(source)
+            else:
+                sentence = f"{source.path.name} is on another host than the lane's other traces"
+                coverage.missing.append(sentence)
+        marks: set[str] = set()
+        for worker in step.workers:
+            if worker.name == first.worker:
+                marks.update(map(attrgetter("name"), worker.stages))
+        yield LaneJob(
+            sources=here,
+            limits=inputs.limits,
+            communication=inputs.communication,
+            is_captured=step.manifest is not None,
+            stages=step.stages_of(first),
+            marks=marks,
+            between=(step.begin_ns, step.end_ns) if inputs.capture else None,
+            unrecorded=step.unrecorded_device(first),
+        )
 
 
 def _add(traces: LaneTraces, job: LaneJob, step: Step, coverage: Coverage) -> None:

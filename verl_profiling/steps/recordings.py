@@ -11,9 +11,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from verl_profiling.files.recording_names import RECORDING_SUFFIX
 from verl_profiling.identity import ROLLOUT_ROLE
@@ -92,7 +93,7 @@ def once(traces: list[PlainTrace]) -> tuple[list[PlainTrace], list[str]]:
             notes.append(
                 f"{trace.name} holds the same recording as {twin.name}, which is counted once"
             )
-    return sorted(kept.values(), key=lambda trace: trace.name), notes
+    return sorted(kept.values(), key=attrgetter("name")), notes
 
 
 def _preferred(trace: PlainTrace) -> tuple[bool, bool, int, str]:
@@ -119,9 +120,7 @@ def ranked_by_number(traces: list[PlainTrace]) -> list[PlainTrace]:
         processes = {trace.process for trace in numbered.values()}
         if len(processes) == len(numbered) and sorted(numbered) == list(range(len(numbered))):
             ranks |= {trace.path: number for number, trace in numbered.items()}
-    return [
-        msgspec.structs.replace(trace, rank=ranks.get(trace.path, trace.rank)) for trace in traces
-    ]
+    return [replace(trace, rank=ranks.get(trace.path, trace.rank)) for trace in traces]
 
 
 def in_lanes(traces: list[PlainTrace]) -> list[Source]:
@@ -139,7 +138,7 @@ def in_lanes(traces: list[PlainTrace]) -> list[Source]:
             lane = f"{worker}_rank{trace.rank}"
         if number := processes.setdefault(trace.process, len(processes)):
             lane = f"{lane}.{number + 1}"
-        result.append(msgspec.structs.replace(trace, worker=worker, lane=lane))
+        result.append(replace(trace, worker=worker, lane=lane))
     return sorted_sources(result)
 
 
@@ -162,7 +161,7 @@ def _by_engine(traces: list[PlainTrace]) -> list[PlainTrace]:
             if is_repeated and trace.is_ranked:
                 named = number_in(trace.name, _DATA_RANK)
                 replica = ranks[trace.rank][trace.process] if named is None else named
-            trace = msgspec.structs.replace(trace, replica=replica)
+            trace = replace(trace, replica=replica)
         result.append(trace)
     return result
 
@@ -176,7 +175,7 @@ def clock_notes(traces: list[PlainTrace]) -> Iterator[str]:
     clocks may differ.
     """
     roles: dict[str, dict[str, int]] = {}
-    for trace in sorted(traces, key=lambda trace: trace.begin_ns):
+    for trace in sorted(traces, key=attrgetter("begin_ns")):
         if host := trace.process[0]:
             roles.setdefault(trace.role, {}).setdefault(host, trace.begin_ns)
     for role, begins in roles.items():

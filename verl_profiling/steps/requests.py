@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from operator import attrgetter
 
 import msgspec
 
-from verl_profiling.manifest import Manifest, Request, StageSpan
+from verl_profiling.files.trajectory_log import SpanRecord
+from verl_profiling.manifest import CaptureResult, Manifest, Request, StageSpan
+from verl_profiling.slices.intervals import grouped
+
+_begin = attrgetter("begin_ns")
 
 
-def requests_by_id(manifest: Manifest) -> dict[str, list[Request]]:
+def requests_by_id(workers: Iterable[CaptureResult]) -> dict[str, list[Request]]:
     """Return the requests by their id, sorted by begin; requests without an id are left out."""
-    by_id: dict[str, list[Request]] = {}
-    for worker in manifest.workers:
-        for request in worker.requests:
-            if request.id:
-                by_id.setdefault(request.id, []).append(request)
-    for served in by_id.values():
-        served.sort(key=_begin)
+    requests = sorted(chain.from_iterable(map(attrgetter("requests"), workers)), key=_begin)
+    by_id = grouped(requests, attrgetter("id"))
+    by_id.pop("", None)
     return by_id
 
 
@@ -48,8 +49,21 @@ def joined(
     return request_of
 
 
-def _begin(request: Request) -> int:
-    return request.begin_ns
+def requests_of_spans(
+    spans: Iterable[SpanRecord], offset_ns: int, requests: Mapping[str, list[Request]]
+) -> dict[int, Request]:
+    """Return the request of each span of a log, by the span's id, as :func:`joined`.
+
+    Args:
+        spans: The spans.
+        offset_ns: Clock offset: time in the log minus time on the controller's clock.
+        requests: The requests by id, sorted by begin.
+    """
+    waits = []
+    for span in spans:
+        times = span.begin_ns - offset_ns, span.end_ns - offset_ns
+        waits.append((span.id, span.request, *times))
+    return joined(waits, requests)
 
 
 VALIDATE = "validate"
@@ -69,22 +83,19 @@ def is_validation(request: Request, validation_stages: list[StageSpan]) -> bool:
     return any(span.begin_ns <= request.begin_ns < span.end_ns for span in validation_stages)
 
 
-def requests(manifest: Manifest) -> list[RequestRow]:
-    """Return the requests of every replica, with times relative to the begin of the step."""
+def requests(manifest: Manifest) -> Iterator[RequestRow]:
+    """Yield the requests of every replica, with times relative to the begin of the step."""
     validation_stages = validations(manifest)
-    rows = []
     for worker in manifest.workers:
         for request in worker.requests:
-            fields: dict[str, Any] = {}
-            for name, value in msgspec.structs.asdict(request).items():
-                if name == "prompt_blocks":
-                    continue
+            fields = msgspec.structs.asdict(request)
+            del fields["prompt_blocks"]
+            for name in list(fields):
                 if name.endswith("_ns"):
-                    fields[name.replace("_ns", "_us")] = _since(manifest.begin_ns, value)
-                else:
-                    fields[name] = value
+                    since_us = _since(manifest.begin_ns, fields.pop(name))
+                    fields[name.replace("_ns", "_us")] = since_us
             begin_ns = request.begin_ns
-            row = RequestRow(
+            yield RequestRow(
                 **fields,
                 worker=worker.name,
                 latency_us=(request.end_ns - begin_ns) / 1000,
@@ -92,12 +103,12 @@ def requests(manifest: Manifest) -> list[RequestRow]:
                 per_token_us=per_token_us(request),
                 validate=is_validation(request, validation_stages),
             )
-            rows.append(row)
-    return rows
 
 
 def _since(begin_ns: int, time_ns: int) -> float | None:
-    return (time_ns - begin_ns) / 1000 if time_ns else None
+    if time_ns:
+        return (time_ns - begin_ns) / 1000
+    return None
 
 
 def per_token_us(request: Request) -> float | None:

@@ -6,10 +6,13 @@ import re
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
+from msgspec.structs import replace
 
 from verl_profiling.files.opener import named_file
 from verl_profiling.files.run_files import recorded_folder, written_file
@@ -119,14 +122,16 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     def title(self) -> str:
         """Name of the lane in the timeline: ``actor_rank1 [tp1 pp0]``."""
         where = " ".join(f"{dimension}{index}" for dimension, index in self.topology.items())
-        return f"{self.lane} [{where}]" if where else self.lane
+        if where:
+            return f"{self.lane} [{where}]"
+        return self.lane
 
 
 def sorted_sources(sources: Iterable[Source]) -> list[Source]:
     """Return sources sorted by role, replica, rank and file name."""
 
     def key(source: Source) -> tuple[int, str, int, int, str]:
-        order = _ROLE_ORDER.index(source.role) if source.role in _ROLE_ORDER else len(_ROLE_ORDER)
+        order = [*_ROLE_ORDER, source.role].index(source.role)
         return order, source.role, source.replica or 0, source.rank, source.path.name
 
     return sorted(sources, key=key)
@@ -196,8 +201,10 @@ class StepInputs(msgspec.Struct, kw_only=True):
     @property
     def title(self) -> str:
         """``step 12``, else the name of the single trace, else the name of the folder."""
-        step = f"step {self.step}" if self.step is not None else ""
-        return ", ".join(filter(None, (step, self.name))) or self.directory.resolve().name
+        parts = [self.name]
+        if self.step is not None:
+            parts.insert(0, f"step {self.step}")
+        return ", ".join(filter(None, parts)) or self.directory.resolve().name
 
     def output(self, name: str, selection: str = "") -> Path:
         """Return the path of a result of this step.
@@ -219,9 +226,8 @@ def short_label(text: str) -> str:
     label = re.sub(r"[^\w.,+-]", "_", text)
     if label == text and len(label) <= _LABEL:
         return label
-    return (
-        f"{label[: _LABEL - 9]}_{sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}"
-    )
+    digest = sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+    return f"{label[: _LABEL - 9]}_{digest[:8]}"
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,9 +258,7 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
         if self.min_us:
             events = [e for e in events if e.ph != "X" or (e.dur or 0.0) >= self.min_us]
         if self.windows_ns:
-            windows = [
-                ((begin - base_ns) / 1000, (end - base_ns) / 1000) for begin, end in self.windows_ns
-            ]
+            windows = ((np.array(self.windows_ns) - base_ns) / 1000).tolist()
             events = [
                 e for e in events if e.ph == "M" or _overlaps(e.ts or 0.0, e.dur or 0.0, windows)
             ]
@@ -276,18 +280,19 @@ def one_by_one(inputs: StepInputs) -> list[StepInputs]:
     if manifest is None or len(manifest.step_spans) < 2 or not _in_order(manifest.step_spans):
         return [inputs]
     *before, last = manifest.step_spans
-    if (
-        manifest.state != "written"
-    ):  # the process was killed in the last step, so its end is not recorded
-        last = msgspec.structs.replace(last, end_ns=max(last.end_ns, manifest.end_ns))
-        manifest = msgspec.structs.replace(manifest, step_spans=[*before, last])
+    # The process was killed in the last step, so its end is not recorded.
+    if manifest.state != "written":
+        last = replace(last, end_ns=max(last.end_ns, manifest.end_ns))
+        manifest = replace(manifest, step_spans=[*before, last])
     return [_of_step(inputs, manifest, index) for index in range(len(manifest.step_spans))]
 
 
 def _in_order(spans: Sequence[StepSpan]) -> bool:
     """Return whether the steps do not overlap; only then can the capture be split."""
-    follows = (a.step < b.step and a.end_ns <= b.begin_ns for a, b in pairwise(spans))
-    return all(follows) and all(span.begin_ns <= span.end_ns for span in spans)
+    for span, following in pairwise(spans):
+        if span.step >= following.step or span.end_ns > following.begin_ns:
+            return False
+    return all(span.begin_ns <= span.end_ns for span in spans)
 
 
 class _Window(NamedTuple):
@@ -330,31 +335,30 @@ class _Window(NamedTuple):
         for stage in stages:
             first, last = max(stage.begin_ns, self.begin_ns), min(stage.end_ns, self.end_ns)
             if first < last or self.begin_ns <= stage.begin_ns == stage.end_ns < self.end_ns:
-                parts.append(msgspec.structs.replace(stage, begin_ns=first, end_ns=last))
+                parts.append(replace(stage, begin_ns=first, end_ns=last))
         return parts
 
     def part_of(self, worker: CaptureResult, step: int) -> CaptureResult:
         """Return the part of a worker's result in the step, e.g. the requests that ended in it."""
-        ended = [r for r in worker.requests if self.begin_ns < r.end_ns <= self.end_ns]
-        return msgspec.structs.replace(
+        requests = [r for r in worker.requests if self.begin_ns < r.end_ns <= self.end_ns]
+        return replace(
             worker,
             step=step,
             stages=self.clipped(worker.stages),
             pauses=self.clipped(worker.pauses),
             tool_spans=list(filter(self.drives, worker.tool_spans)),
-            requests=ended,
+            requests=requests,
             artifacts=list(filter(self.overlaps, worker.artifacts)),
         )
 
 
 def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
     span, *later = whole.step_spans[index:]
-    since_ns = span.begin_ns if index else 0
-    next_ns = later[0].begin_ns if later else MAX_NS
-    window = _Window(span.begin_ns, span.end_ns, since_ns, next_ns)
-    around = sorted((*whole.around_the_step, *whole.stages), key=lambda stage: stage.begin_ns)
+    begins_ns = [0, *map(attrgetter("begin_ns"), whole.step_spans[1:]), MAX_NS]
+    window = _Window(span.begin_ns, span.end_ns, *begins_ns[index : index + 2])
+    around = sorted((*whole.around_the_step, *whole.stages), key=attrgetter("begin_ns"))
     workers = [window.part_of(worker, span.step) for worker in whole.workers]
-    manifest = msgspec.structs.replace(
+    manifest = replace(
         whole,
         step=span.step,
         steps=[span.step],
@@ -370,11 +374,15 @@ def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
         workers=workers,
         metrics=span.metrics,
     )
-    recorded = {(worker.name, artifact.path) for worker in workers for artifact in worker.artifacts}
-    files = [
-        file for file in inputs.files if file.is_log or (file.worker, file.artifact) in recorded
-    ]
-    return msgspec.structs.replace(
+    recorded = set()
+    for worker in workers:
+        for artifact in worker.artifacts:
+            recorded.add((worker.name, artifact.path))
+    files = []
+    for file in inputs.files:
+        if file.is_log or (file.worker, file.artifact) in recorded:
+            files.append(file)
+    return replace(
         inputs,
         step=span.step,
         manifest=manifest,

@@ -305,9 +305,8 @@ class Trace:
             self._ended = True
             return events, close
         except UNDECODABLE:
-            return self._decode_each(
-                bytes(text), last
-            )  # the text has the end of the list, or damage
+            # The text has the end of the list, or damage.
+            return self._decode_each(bytes(text), last)
 
     def _decode_each(self, text: bytes, last: bool) -> tuple[list[Event], int]:
         """Decode events one by one up to the last complete event; return them and the bytes
@@ -316,10 +315,8 @@ class Trace:
         Kineto may write ``NaN`` and names in any encoding, which the fast decoder refuses.
         """
         events: list[Event] = []
-        characters, position = (
-            text.decode("latin-1"),
-            0,
-        )  # one character per byte, so positions are bytes
+        characters = text.decode("latin-1")  # one character per byte, so positions are bytes
+        position = 0
         while True:
             position = _past_separator(text, position)
             if text[position : position + 1] == b"]":
@@ -339,9 +336,8 @@ class Trace:
                     self._stop(self._consumed + position, f"the list of events is {what}")
                     position = len(text)
                 return events, position
-            if (
-                piece := text[position:end]
-            ) != b"{}":  # JAX writes an empty object after its last event
+            piece = text[position:end]
+            if piece != b"{}":  # JAX writes an empty object after its last event
                 try:
                     events += self._decode_one(piece)
                 except (*UNDECODABLE, ValueError) as error:
@@ -468,10 +464,7 @@ def _between(before_ns: int, after_ns: int) -> list[tuple[int, int]]:
     """
     if before_ns <= after_ns:
         return [(before_ns, after_ns)]
-    return [
-        (-MAX_NS, after_ns),
-        (before_ns, MAX_NS),
-    ]  # the end of a thread, and the begin of the next
+    return [(-MAX_NS, after_ns), (before_ns, MAX_NS)]
 
 
 def _next_event(text: bytes, characters: str, position: int) -> int:

@@ -79,6 +79,11 @@ class Trajectory(NamedTuple):
     failed_in: str | None
 
     @property
+    def took_ns(self) -> int:
+        """Duration of the recorded part."""
+        return self.end_ns - self.begin_ns
+
+    @property
     def cut_begin(self) -> bool:
         """Whether the trajectory began before the recording or the step."""
         return self.since_ns < self.begin_ns
@@ -202,7 +207,7 @@ class Records:
         numbers: dict[int, int] = {NO_SPAN: NO_SPAN}
         failed_in = _failed_in(log)
         for record in log.trajectories:
-            first, last = self._clipped(record, window)
+            first, last = self._clipped(record)
             if first <= last:
                 numbers[record.id] = len(self.trajectories)
                 part = Trajectory(
@@ -220,13 +225,11 @@ class Records:
                 self.trajectories.append(part)
         self._add_blocks(source.lane, log, self._add_spans(log, numbers))
 
-    def _clipped(
-        self, record: TrajectoryRecord | SpanRecord | Block, window: tuple[int, int]
-    ) -> tuple[int, int]:
-        """Return a record's begin and end on the controller's clock, clipped to a window."""
-        return max(record.begin_ns - self._offset, window[0]), min(
-            record.end_ns - self._offset, window[1]
-        )
+    def _clipped(self, record: TrajectoryRecord | Block) -> tuple[int, int]:
+        """Return a record's begin and end on the controller's clock, clipped to the window."""
+        first_ns, last_ns = self._window
+        begin_ns = max(record.begin_ns - self._offset, first_ns)
+        return begin_ns, min(record.end_ns - self._offset, last_ns)
 
     def _add_spans(self, log: TrajectoryLog, numbers: dict[int, int]) -> dict[int, int]:
         """Add the spans of a log that overlap the step.
@@ -239,15 +242,15 @@ class Records:
             Index of the trajectory of each added span, by the span's id in the log.
         """
         spans = [span for span in log.spans if span.trajectory in numbers]
-        order = np.lexsort([column(spans, attrgetter(name)) for name in ("id", "begin_ns")])
+        order = np.lexsort((column(spans, "id"), column(spans, "begin_ns")))
         if (order[1:] < order[:-1]).any():
             spans = [spans[place] for place in order.tolist()]
         owner = _numbers(spans, "trajectory", numbers)
-        begin_ns, end_ns = (column(spans, attrgetter(name)) for name in ("begin_ns", "end_ns"))
-        since, until = begin_ns - self._offset, end_ns - self._offset
+        since = column(spans, "begin_ns") - self._offset
+        until = column(spans, "end_ns") - self._offset
         trajectories = self.trajectories[self._first :]
-        first = np.array([*(one.begin_ns for one in trajectories), self._window[0]])
-        last = np.array([*(one.end_ns for one in trajectories), self._window[1]])
+        first = np.append(column(trajectories, "begin_ns"), self._window[0])
+        last = np.append(column(trajectories, "end_ns"), self._window[1])
         place = np.maximum(owner - self._first, NO_SPAN)  # the window is last
         begin, end = np.maximum(since, first[place]), np.minimum(until, last[place])
         is_kept = begin <= end
@@ -255,7 +258,7 @@ class Records:
         kept = np.flatnonzero(is_kept)
         row = np.append(np.cumsum(is_kept) - 1, NO_SPAN)
         parent = row[around[kept]]
-        goes_on = column(spans, attrgetter("open")).astype(bool) | (until > end)
+        goes_on = column(spans, "open").astype(bool) | (until > end)
         columns = (
             owner,
             np.full(len(spans), len(self.roles) - 1),
@@ -263,7 +266,7 @@ class Records:
             begin,
             end,
             _numbers(spans, "loop", defaultdict(lambda: NO_SPAN, self._loop_of)),
-            column(spans, attrgetter("failed")),
+            column(spans, "failed"),
             goes_on,
             np.minimum(since, begin),
         )
@@ -284,20 +287,22 @@ class Records:
         codes = defaultdict[str, int](count().__next__)
         code = _numbers(spans, "name", codes)
         names, causes = list(codes), np.zeros(len(codes), np.int64)
-        values, first = np.unique(code[kept], return_index=True)
-        for value in values[np.argsort(first)].tolist():
-            is_reserved = names[value] in _RESERVED
-            name = f"span {names[value]}" if is_reserved else shortened(names[value])
+        for value in dict.fromkeys(code[kept].tolist()):
+            name = shortened(names[value])
+            if names[value] in _RESERVED:
+                name = f"span {name}"
             if name not in self._names and len(self._names) >= _MOST_NAMES:
                 name = OTHERS
             causes[value] = self._names.setdefault(name, len(self._names))
         return causes[code]
 
     def _add_blocks(self, lane: str, log: TrajectoryLog, owners: dict[int, int]) -> None:
-        names = {span.id: span.name for span in log.spans} if log.blocks else {}
         rows = []
+        names = {}
+        if log.blocks:
+            names = {span.id: span.name for span in log.spans}
         for block in log.blocks:
-            begin, end = self._clipped(block, self._window)
+            begin, end = self._clipped(block)
             if end > begin and block.loop in self._loop_of:
                 key = (lane, shortened(blocker(block, names)))
                 number, functions = self._blockers.setdefault(key, (len(self._blockers), Counter()))
@@ -322,7 +327,7 @@ def _open_around(spans: Sequence[SpanRecord], begin: Ints, end: Ints) -> Ints:
         begin: Begin of each span, as far as recorded (ns).
         end: End of each span (ns); before ``begin`` for a span that is left out.
     """
-    id, parent = (column(spans, attrgetter(name)) for name in ("id", "parent"))
+    id, parent = column(spans, "id"), column(spans, "parent")
     order = np.argsort(id)
     place = np.searchsorted(id, parent, sorter=order).clip(max=max(len(id) - 1, 0))
     around: Ints = order[place] if len(id) else place
@@ -371,12 +376,9 @@ def _failed_in(log: TrajectoryLog) -> dict[int, str]:
     if last:
         for span in log.spans:
             if span.trajectory in last and (span.failed or span.open or span.status):
-                last[span.trajectory] = max(last[span.trajectory] or span, span, key=_failed_last)
+                latest = attrgetter("failed", "begin_ns", "id")
+                last[span.trajectory] = max(last[span.trajectory] or span, span, key=latest)
     return {id: shortened(span.name) if span else "" for id, span in last.items()}
-
-
-def _failed_last(span: SpanRecord) -> tuple[bool, int, int]:
-    return span.failed, span.begin_ns, span.id
 
 
 def requests_of(records: Records, manifest: Manifest) -> dict[int, Request]:
@@ -387,4 +389,4 @@ def requests_of(records: Records, manifest: Manifest) -> dict[int, Request]:
         for number, id in records.requests.items()
         if records.names[spans.name[number]] == GENERATE
     )
-    return joined(generates, requests_by_id(manifest))
+    return joined(generates, requests_by_id(manifest.workers))

@@ -8,8 +8,8 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.trajectory_log import (
@@ -79,7 +79,7 @@ def linked_log(source: Source, limits: Limits, statuses: LaterStatuses) -> Traje
     log = read_log(source.file, limits.reached)
     for place, trajectory in enumerate(log.trajectories):
         if (status := last_status(trajectory, statuses)) != trajectory.status:
-            log.trajectories[place] = msgspec.structs.replace(trajectory, status=status)
+            log.trajectories[place] = replace(trajectory, status=status)
     if _is_linked(log):
         return log
     recorded = {trajectory.id for trajectory in log.trajectories}
@@ -93,7 +93,7 @@ def linked_log(source: Source, limits: Limits, statuses: LaterStatuses) -> Traje
             parent = spans[parent].parent
         depths[span.id] = depths[parent] + 1
         if (owner, parent) != (span.trajectory, span.parent):
-            span = msgspec.structs.replace(span, trajectory=owner, parent=parent)
+            span = replace(span, trajectory=owner, parent=parent)
         spans[span.id] = span
     log.spans = list(spans.values())
     return log
@@ -103,8 +103,7 @@ def _is_linked(log: TrajectoryLog) -> bool:
     """Return whether all spans of a log are sorted, and have their trajectory and their parent
     in it, as those of most logs.
     """
-    names = ("id", "trajectory", "parent")
-    id, owner, parent = (column(log.spans, attrgetter(name)) for name in names)
+    id, owner, parent = (column(log.spans, name) for name in ("id", "trajectory", "parent"))
     recorded = np.array([NO_SPAN, *(trajectory.id for trajectory in log.trajectories)])
     if (id[1:] <= id[:-1]).any() or not np.isin(owner, recorded).all():
         return False
@@ -119,9 +118,9 @@ def _is_linked(log: TrajectoryLog) -> bool:
     return not len(around)
 
 
-def column(records: Sequence[Any], value: Callable[[Any], int]) -> Ints:
-    """Return a value of each record as an array of integers."""
-    return np.fromiter(map(value, records), np.int64, len(records))
+def column(records: Sequence[Any], name: str) -> Ints:
+    """Return a field of each record as an array of integers."""
+    return np.fromiter(map(attrgetter(name), records), np.int64, len(records))
 
 
 def _statuses_in(source: Source) -> LaterStatuses:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import starmap
 
 from verl_profiling.manifest import (
     CaptureResult,
@@ -57,9 +58,16 @@ def controller_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int)
             named.add((who, tid))
             events.append(metadata("thread_name", pids[who], tid, {"name": title}))
         times = span.begin_ns, span.end_ns
-        drawn = draw(base_ns, pids[who], tid, category, name, *times, about)
-        (stages if category == "stage" else events).append(drawn)
+        drawn = draw(base_ns, pids[who], tid, category, name, *times, _without_none(about))
+        if category == "stage":
+            stages.append(drawn)
+        else:
+            events.append(drawn)
     return [*events, *stages, *_arrows(stages, pids[CONTROLLER])]
+
+
+def _without_none(about: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in about.items() if value is not None}
 
 
 Slice = tuple[str, int, int, Mapping[str, object]]
@@ -76,8 +84,7 @@ def _from_manifest(manifest: Manifest) -> Iterator[_Drawn]:
     """
     if len(manifest.step_spans) > 1:
         for step in manifest.step_spans:
-            version = step.policy_version
-            about = {} if version is None else {"policy_version": version}
+            about = {"policy_version": step.policy_version}
             yield (CONTROLLER, _STEPS_TID, "steps"), "step", f"step {step.step}", step, about
     threads: dict[str, int] = {}
     for rpc in manifest.rpcs:
@@ -90,8 +97,8 @@ def _from_manifest(manifest: Manifest) -> Iterator[_Drawn]:
         yield from _of_process(worker.name, worker.stages, worker.pauses)
     for worker in manifest.workers:
         for tool in worker.tool_spans:
-            of_stage = {"stage": tool.stage} if tool.stage else {}
             title = f"{tool.name} of the tool"
+            of_stage = {"stage": tool.stage or None}
             yield (worker.name, TOOL_TID, "tool"), "capture", title, tool, of_stage
 
 
@@ -102,8 +109,10 @@ def _of_process(
     for pause in pauses:
         yield (who, PAUSES_TID, "pauses"), "pause", pause.name, pause, {}
     for span, row in stages_by_row(stages):
-        title = f"stages {row + 1}" if row else "stages"
-        about = {"failed": True} if span.failed else {}
+        title = "stages"
+        if row:
+            title += f" {row + 1}"
+        about = {"failed": span.failed or None}
         yield (who, STAGES_TID - row, title), "stage", span.name, span, about
 
 
@@ -184,12 +193,11 @@ def _slices(request: Request, draw: Callable[..., Event]) -> Iterator[Event]:
         "preemptions": request.preemptions,
         "policy_version": request.policy_version,
     }
-    about = {name: value for name, value in facts.items() if value is not None}
     title = f"request ({request.response_tokens} tokens)"
-    yield draw(title, request.begin_ns, request.end_ns, about=about)
+    yield draw(title, request.begin_ns, request.end_ns, about=_without_none(facts))
     parts = request.parts()
     if len(parts) > 1:
-        yield from (draw(*part) for part in parts)
+        yield from starmap(draw, parts)
 
 
 def request_arrow(

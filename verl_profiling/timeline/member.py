@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from hashlib import blake2b
 from itertools import accumulate, chain, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,7 +29,8 @@ from verl_profiling.files.trajectory_log import (
     TrajectoryRecord,
 )
 from verl_profiling.manifest import Request
-from verl_profiling.steps.requests import joined
+from verl_profiling.slices.intervals import grouped
+from verl_profiling.steps.requests import requests_of_spans
 from verl_profiling.steps.step import Keep, Source
 from verl_profiling.steps.trace import Event, Trace
 from verl_profiling.steps.trace_content import Limits
@@ -132,7 +134,9 @@ def write_member(job: MemberJob) -> Member:
     )  # freeing it raises glibc's mmap threshold: freed blocks up to this size are reused
     overlaps = Overlaps(job.lane_index)
     member = _write_trace(job, overlaps, overlaps.add)
-    return _write_trace(job, overlaps, overlaps.move) if overlaps.find() else member
+    if overlaps.find():
+        member = _write_trace(job, overlaps, overlaps.move)
+    return member
 
 
 def _write_trace(
@@ -226,11 +230,10 @@ def write_log_member(job: MemberJob) -> Member:
     drawn = _Drawn(job, log)
     counters = job.keep.select(list(drawn.counters()), job.base_ns)
     names = name_process(drawn.pid, f"{job.source.title} trajectories")
-    rows = (
-        event for row, name in enumerate(drawn.rows) for event in name_row(drawn.pid, row, name)
-    )
+    for row, name in enumerate(drawn.rows):
+        names += name_row(drawn.pid, row, name)
     arrows = list(drawn.arrows())
-    events = chain(names, rows, drawn.slices(), arrows, counters)
+    events = chain(names, drawn.slices(), arrows, counters)
     with whole_file(job.output) as output, packed(output) as file:
         write_events(events, file)
     return Member(
@@ -287,9 +290,8 @@ class _Drawn:
         """Yield counter events: counters of the log, and running trajectories."""
         for count in self._log.counts:
             yield self._count(count.name, count.at_ns, "count", count.value)
-        trajectories = self._log.trajectories
-        changes = Counter(trajectory.begin_ns for trajectory in trajectories)
-        changes.subtract(trajectory.end_ns for trajectory in trajectories)
+        changes = Counter(map(attrgetter("begin_ns"), self._log.trajectories))
+        changes.subtract(map(attrgetter("end_ns"), self._log.trajectories))
         running = 0
         for at_ns in sorted(changes):
             running += changes[at_ns]
@@ -304,43 +306,51 @@ class _Drawn:
     def arrows(self) -> Iterator[Event]:
         """Yield both ends of the arrows from spans to their requests in the timeline."""
         job, offset_ns = self._job, self._job.source.offset_ns
-        spans: dict[int, tuple[SpanRecord, int]] = {}
-        ends = []
+        rows: dict[int, int] = {}
+        spans: dict[int, SpanRecord] = {}
         for span, row in self.placed:
-            if isinstance(span, SpanRecord) and span.request:
-                spans[span.id] = span, row
-                times = span.begin_ns - offset_ns, span.end_ns - offset_ns
-                ends.append((span.id, span.request, *times))
-        for place, (number, request) in enumerate(joined(ends, job.requests).items()):
+            if isinstance(span, SpanRecord):
+                spans[span.id] = span
+                rows[span.id] = row
+        served = requests_of_spans(spans.values(), offset_ns, job.requests)
+        for place, (number, request) in enumerate(served.items()):
             if head := job.places.get((request.id, request.begin_ns)):
-                span, row = spans[number]
-                from_ns = max(span.begin_ns - offset_ns, job.base_ns)
+                from_ns = max(spans[number].begin_ns - offset_ns, job.base_ns)
                 arrow = job.index * ID_STRIDE + place
-                tail = self.pid, row + 1
+                tail = self.pid, rows[number] + 1
                 yield from request_arrow(arrow, tail, from_ns, request, head, job.base_ns)
 
 
 def _about_trajectory(record: TrajectoryRecord) -> dict[str, object]:
-    named = {"group": record.group, "sample": record.sample, "status": record.status}
-    error = {"error": record.error} if record.error else {}
-    return {**record.facts, **named, **error}
+    about: dict[str, object] = {**record.facts, "group": record.group, "sample": record.sample}
+    about["status"] = record.status
+    if record.error:
+        about["error"] = record.error
+    return about
 
 
 def _about_span(record: SpanRecord) -> dict[str, object]:
-    names = ("failed", "open", "status", "request")
-    return {**record.facts, **{name: value for name in names if (value := getattr(record, name))}}
+    about: dict[str, object] = {**record.facts}
+    for name in ("failed", "open", "status", "request"):
+        if value := getattr(record, name):
+            about[name] = value
+    return about
 
 
 def _trajectory_name(trajectory: TrajectoryRecord) -> str:
     """Return the title of a trajectory: ``g12/3``, ``g12/4 (failed)``, ``g13/0 (validate)``."""
-    group = trajectory.group or f"trajectory {trajectory.id}"
-    name = group if trajectory.sample is None else f"{group}/{trajectory.sample}"
+    name = trajectory.group or f"trajectory {trajectory.id}"
+    if trajectory.sample is not None:
+        name += f"/{trajectory.sample}"
+    name = shortened(name)
     said = []
     if trajectory.facts.get("validate") is True:
         said.append("validate")
     if trajectory.status != "done":
         said.append(trajectory.status)
-    return f"{shortened(name)} ({shortened(', '.join(said))})" if said else shortened(name)
+    if said:
+        name += f" ({shortened(', '.join(said))})"
+    return name
 
 
 def lay_out(
@@ -365,19 +375,22 @@ def lay_out(
             records, below = _nested(*owner, is_wanted=is_wanted)
             if records:
                 parts.append((records, below))
-                begins = [record.begin_ns for record in records]
-                spans.append((min(begins), max(record.end_ns for record in records)))
+                begin_ns = min(map(attrgetter("begin_ns"), records))
+                spans.append((begin_ns, max(map(attrgetter("end_ns"), records))))
         rows = packed_rows(spans)
         heights = [0] * (max(rows, default=-1) + 1)
         for row, (_, below) in zip(rows, parts, strict=True):
             heights[row] = max(heights[row], max(below) + 1)
         firsts = list(accumulate(heights, initial=len(names)))
         for row, (records, below) in zip(rows, parts, strict=True):
-            places = (firsts[row] + place for place in below)
-            placed += zip(records, places, strict=True)
+            for record, place in zip(records, below, strict=True):
+                placed.append((record, firsts[row] + place))
         for number, height in enumerate(heights):
-            named = name if len(heights) == 1 else f"{name} {number}"
-            names += [named if part == 1 else f"{named}.{part}" for part in range(1, height + 1)]
+            named = name
+            if len(heights) > 1:
+                named += f" {number}"
+            names.append(named)
+            names += [f"{named}.{part}" for part in range(2, height + 1)]
     return names, placed
 
 
@@ -387,11 +400,9 @@ def _groups(log: TrajectoryLog) -> Iterator[tuple[str, list[list[Any]]]]:
     An example is ``trajectories``, with each trajectory and its spans.
     """
     loops = {loop.id: loop.name for loop in reversed(log.loops)}
-    blocks: dict[int, list[list[Any]]] = {}
-    for block in sorted(log.blocks, key=lambda block: block.loop):
-        blocks.setdefault(block.loop, []).append([block])
-    for loop, blocked in blocks.items():
-        yield f"loop {loops.get(loop) or loop} blocked", blocked
+    blocks = grouped(log.blocks, attrgetter("loop"))
+    for loop in sorted(blocks):
+        yield f"loop {loops.get(loop) or loop} blocked", [[block] for block in blocks[loop]]
     trajectories: dict[int, list[Any]] = {record.id: [record] for record in log.trajectories}
     outside: list[list[Any]] = []
     around: dict[int, list[Any]] = {}  # by the id of each span

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgspec
 from isal import igzip
+from msgspec.structs import replace
 
 from verl_profiling.capture_request import parse_ranks
 from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
@@ -111,8 +113,10 @@ def merge(
     """
     output = output or inputs.output(TIMELINE_NAME)
     keep = keep or Keep()
-    begins = [source.begin_ns for source in inputs.files]
-    base_ns = zero_ns(inputs.manifest.begin_ns if inputs.manifest else min(begins, default=0))
+    begin_ns = min(map(attrgetter("begin_ns"), inputs.files), default=0)
+    if inputs.manifest is not None:
+        begin_ns = inputs.manifest.begin_ns
+    base_ns = zero_ns(begin_ns)
     with scratch_folder(output) as scratch:
         while True:
             plan, pids = _plan(inputs, scratch, base_ns, keep)
@@ -131,9 +135,9 @@ def merge(
             fits_us = max(
                 min_us_for_share(result.path, max_bytes / result.bytes), 2 * keep.min_us, 1.0
             )
-            keep = msgspec.structs.replace(keep, min_us=min(fits_us, _LONGEST_US))
+            keep = replace(keep, min_us=min(fits_us, _LONGEST_US))
         move_file(result.path, output)
-        return msgspec.structs.replace(result, path=output)
+        return replace(result, path=output)
 
 
 def _join(
@@ -151,16 +155,28 @@ def _join(
     Raises:
         TraceFormatError: No member could be read, and there is no manifest.
     """
-    named = (f"{member.path.name}: {problem}" for member in members for problem in member.problems)
-    problems = [*inputs.absent, *named]
-    if inputs.manifest is None and not any(member.is_readable for member in members):
-        raise TraceFormatError(inputs.directory, "; ".join(problems) or "holds no trace to merge")
     opening = _opening(inputs, plan, pids, base_ns)
-    left_out = sum(member.left_out for member in members)
-    events = sum(member.events for member in members) + _number_of(opening)
+    problems = list(inputs.absent)
+    events = _number_of(opening)
+    left_out = 0
+    is_readable = inputs.manifest is not None
+    for member in members:
+        problems += [f"{member.path.name}: {problem}" for problem in member.problems]
+        events += member.events
+        left_out += member.left_out
+        is_readable |= member.is_readable
+    if not is_readable:
+        raise TraceFormatError(inputs.directory, "; ".join(problems) or "holds no trace to merge")
+    document = {
+        "schemaVersion": 1,
+        "displayTimeUnit": "ms",
+        TIMELINE_MARK: SCHEMA_VERSION,
+        "baseTimeNanoseconds": base_ns,
+        "traceEvents": opening,
+    }
     with whole_file(path) as timeline:
         with packed(timeline) as part:
-            part.write(msgspec.json.encode({**_header(base_ns), "traceEvents": opening})[:-2])
+            part.write(msgspec.json.encode(document)[:-2])
             path_slices: list[Event] = []
             try:
                 path_slices = path_events(critical_path(), base_ns)
@@ -198,7 +214,7 @@ def _unpacked(result: MergeResult) -> MergeResult:
     path = result.path.with_suffix(".json")
     with opened(result.path) as file, igzip.open(file) as content, whole_file(path) as unpacked:
         shutil.copyfileobj(content, unpacked, 1 << 20)
-    return msgspec.structs.replace(result, path=path, bytes=path.stat().st_size)
+    return replace(result, path=path, bytes=path.stat().st_size)
 
 
 def _plan(
@@ -215,38 +231,40 @@ def _plan(
     last = max(lanes.values(), default=LANE_PIDS)
     for number, worker in enumerate(inputs.workers, 1):
         pids.setdefault(worker.name, last + number * LANE_PIDS)
-    requests = requests_by_id(inputs.manifest) if inputs.manifest else {}
-    places = {
-        (request.id, request.begin_ns): (pids[worker.name] + REQUESTS_PID, row + 1)
-        for worker in inputs.workers
-        for request, row in zip(worker.requests, request_rows(worker), strict=True)
-        if keep.holds(request.begin_ns, request.end_ns)
-    }
+    requests = requests_by_id(inputs.workers)
+    places = {}
+    for worker in inputs.workers:
+        for request, row in zip(worker.requests, request_rows(worker), strict=True):
+            if keep.holds(request.begin_ns, request.end_ns):
+                place = (pids[worker.name] + REQUESTS_PID, row + 1)
+                places[request.id, request.begin_ns] = place
     statuses = statuses_of(inputs)
-    uses: dict[str, int] = {}
+    uses = Counter[str]()
     plan = []
     for index, source in enumerate(inputs.files, 1):
-        lane_index = uses[source.lane] = uses.get(source.lane, -1) + 1
         job = MemberJob(
             source=source,
             output=scratch / str(index),
             index=index,
             pid=lanes[source.lane],
-            lane_index=lane_index,
+            lane_index=uses[source.lane],
             base_ns=base_ns,
             keep=keep,
             limits=inputs.limits,
-            requests=requests if source.is_log else {},
-            places=places if source.is_log else {},
             statuses=statuses,
         )
+        if source.is_log:
+            job = replace(job, requests=requests, places=places)
         plan.append(job)
+        uses[source.lane] += 1
     return plan, pids
 
 
 def _run(plan: list[MemberJob], ray: str | None, jobs: int) -> Iterator[tuple[MemberJob, Member]]:
     """Yield the member of each log or trace; an unreadable file gets an empty member."""
-    write: Callable[[MemberJob], Member | tuple[Member, bytes]] = _write if ray is None else _sent
+    write: Callable[[MemberJob], Member | tuple[Member, bytes]] = _write
+    if ray is not None:
+        write = _sent
     written = results([(partial(write, job), [job.source]) for job in plan], ray, jobs)
     for job, member in zip(plan, written, strict=True):
         if isinstance(member, TraceFormatError):
@@ -259,7 +277,9 @@ def _run(plan: list[MemberJob], ray: str | None, jobs: int) -> Iterator[tuple[Me
 
 
 def _write(job: MemberJob) -> Member:
-    return write_log_member(job) if job.source.is_log else write_member(job)
+    if job.source.is_log:
+        return write_log_member(job)
+    return write_member(job)
 
 
 def _sent(job: MemberJob) -> tuple[Member, bytes]:
@@ -268,7 +288,7 @@ def _sent(job: MemberJob) -> tuple[Member, bytes]:
     """
     with TemporaryDirectory() as folder:
         path = Path(folder, job.output.name)
-        member = _write(msgspec.structs.replace(job, output=path))
+        member = _write(replace(job, output=path))
         with opened(path) as file:
             return member, file.read()
 
@@ -287,31 +307,25 @@ def _opening(
     return events
 
 
-def _header(base_ns: int) -> dict[str, object]:
-    return {
-        "schemaVersion": 1,
-        "displayTimeUnit": "ms",
-        TIMELINE_MARK: SCHEMA_VERSION,
-        "baseTimeNanoseconds": base_ns,
-    }
-
-
 def stage_windows(inputs: StepInputs, names: Iterable[str]) -> tuple[tuple[int, int], ...]:
     """Return the intervals (begin, end) of the controller's stages with these names, in unix ns.
 
     Raises:
         ConfigError: The step has no such stage.
     """
-    stages = inputs.manifest.stages if inputs.manifest else []
-    known = {stage.name for stage in stages}
-    for name in names:
-        if name not in known:
+    windows = defaultdict[str, list[tuple[int, int]]](list)
+    if inputs.manifest is not None:
+        for stage in inputs.manifest.stages:
+            windows[stage.name].append((stage.begin_ns, stage.end_ns))
+    wanted: list[tuple[int, int]] = []
+    for name in dict.fromkeys(names):
+        if name not in windows:
             hint = "it has no stages"
-            if known:
-                hint = choices_hint(name, known)
+            if windows:
+                hint = choices_hint(name, windows)
             raise ConfigError("--stages", f"{inputs.title} has no stage {name!r}; {hint}")
-    wanted = set(names)
-    return tuple((stage.begin_ns, stage.end_ns) for stage in stages if stage.name in wanted)
+        wanted += windows[name]
+    return tuple(sorted(wanted))
 
 
 def select_ranks(inputs: StepInputs, ranks: str) -> StepInputs:
@@ -327,19 +341,17 @@ def select_ranks(inputs: StepInputs, ranks: str) -> StepInputs:
     if not files:
         choices = sorted({file.rank for file in inputs.files})
         raise ConfigError("--ranks", f"{ranks!r} selects nothing; there are ranks {choices}")
-    return msgspec.structs.replace(inputs, files=files)
+    return replace(inputs, files=files)
 
 
 def min_us_for_share(path: Path, share: float) -> float:
     """Return the power of two (us) that slices have to last, so that at most a share (0 to 1) of
     them is kept.
     """
-    counts = Counter(
-        math.frexp(event.dur or 0.0)[1]
-        for events in Trace(path).chunks()
-        for event in events
-        if event.ph == "X"
-    )
+    counts = Counter[int]()
+    for event in chain.from_iterable(Trace(path).chunks()):
+        if event.ph == "X":
+            counts[math.frexp(event.dur or 0.0)[1]] += 1
     budget = share * counts.total()
     for exponent in sorted(counts, reverse=True):
         budget -= counts[exponent]
