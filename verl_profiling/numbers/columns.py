@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar, Literal
 
-import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from verl_profiling.capture_request import Trigger
 from verl_profiling.units import duration
@@ -22,7 +23,17 @@ def sum_of(rows: Iterable[object], column: str) -> float:
     return float(sum(getattr(row, column) for row in rows))
 
 
-class AroundRow(msgspec.Struct, frozen=True, kw_only=True):
+class Row(Struct, frozen=True):
+    """A row of a table.
+
+    Attributes:
+        columns: The shown columns of the table, see above.
+    """
+
+    columns: ClassVar[str] = ""
+
+
+class AroundRow(Row, frozen=True):
     """Time of the loop before or after the step: a pause to start or stop the capture, or a stage.
 
     Attributes:
@@ -32,7 +43,7 @@ class AroundRow(msgspec.Struct, frozen=True, kw_only=True):
         duration_us: Time in all runs.
     """
 
-    columns: ClassVar[str] = "name, runs, time=duration_us"
+    columns = "name, runs, time=duration_us"
 
     name: str
     runs: int
@@ -40,7 +51,7 @@ class AroundRow(msgspec.Struct, frozen=True, kw_only=True):
     duration_us: float
 
 
-class StageRow(AroundRow, frozen=True, kw_only=True):
+class StageRow(AroundRow, frozen=True):
     """One stage of the controller, over all its runs.
 
     Attributes:
@@ -62,7 +73,7 @@ class StageRow(AroundRow, frozen=True, kw_only=True):
         tail_us: The rest: waits of workers for the last one.
     """
 
-    columns: ClassVar[str] = (
+    columns = (
         "stage=name, runs, time=duration_us, share, +lanes, +loop alone=alone_us, "
         "+mean work=work_us, +communication_us, +wait for the last=tail_us"
     )
@@ -77,7 +88,7 @@ class StageRow(AroundRow, frozen=True, kw_only=True):
     tail_us: float = 0.0
 
 
-class HelpRow(msgspec.Struct, frozen=True, kw_only=True):
+class HelpRow(Row, frozen=True):
     """The predicted effect of one change.
 
     Attributes:
@@ -91,9 +102,7 @@ class HelpRow(msgspec.Struct, frozen=True, kw_only=True):
         unit: Unit of ``hours_a_day``: ``GPU-hours`` if lanes are GPUs, else ``lane-hours``.
     """
 
-    columns: ClassVar[str] = (
-        "change, what-if=option, predicted=predicted_us, difference_us, saved/day=hours_a_day"
-    )
+    columns = "change, what-if=option, predicted=predicted_us, difference_us, saved/day=hours_a_day"
 
     change: str
     option: str
@@ -105,7 +114,7 @@ class HelpRow(msgspec.Struct, frozen=True, kw_only=True):
     unit: str
 
 
-class PathRow(msgspec.Struct, frozen=True, kw_only=True):
+class PathRow(Row, frozen=True):
     """A segment of the critical path, the chain of work that determines the step's duration.
 
     Attributes:
@@ -121,7 +130,7 @@ class PathRow(msgspec.Struct, frozen=True, kw_only=True):
         worker: ``who`` without group and sample.
     """
 
-    columns: ClassVar[str] = "stage, who, kind, time=duration_us, share, idle_us"
+    columns = "stage, who, kind, time=duration_us, share, idle_us"
 
     stage: str
     who: str
@@ -133,7 +142,7 @@ class PathRow(msgspec.Struct, frozen=True, kw_only=True):
     worker: str = ""
 
 
-class UseRow(msgspec.Struct, frozen=True, kw_only=True):
+class UseRow(Struct, frozen=True):
     """Time of a lane, or of a device with all lanes that share it, by use.
 
     ``docs/report.md`` defines each number. All times lie inside the span.
@@ -179,7 +188,7 @@ class UseRow(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
-class WorkerRow(UseRow, frozen=True, kw_only=True):
+class WorkerRow(UseRow, frozen=True):
     """Time of one lane (a training rank, or a rank of a rollout engine) by use.
 
     Attributes:
@@ -195,7 +204,7 @@ class WorkerRow(UseRow, frozen=True, kw_only=True):
         traces: The lane's trace files, relative to the folder of the report.
     """
 
-    columns: ClassVar[str] = (
+    columns = (
         "name, +device=accelerator, observed=span_us, busy_us, busy_share, +idle_us, "
         "host-bound=host_bound_us, compute_us, +communication_us, "
         "exposed comm=exposed_communication_us, +waiting_us, +overlap_us, copies=memcpy_us, "
@@ -212,7 +221,7 @@ class WorkerRow(UseRow, frozen=True, kw_only=True):
     traces: list[str]
 
 
-class DeviceRow(UseRow, frozen=True, kw_only=True):
+class DeviceRow(UseRow, frozen=True):
     """Time of one device by use, over all lanes that share it (usually one).
 
     Attributes:
@@ -223,7 +232,7 @@ class DeviceRow(UseRow, frozen=True, kw_only=True):
         place: Host, and number of the device on it, else its UUID; empty if unknown.
     """
 
-    columns: ClassVar[str] = (
+    columns = (
         "lanes=name, observed=span_us, busy_us, busy_share, +idle_us, host-bound=host_bound_us, "
         "exposed comm=exposed_communication_us, +waiting_us, device=place"
     )
@@ -235,7 +244,7 @@ class DeviceRow(UseRow, frozen=True, kw_only=True):
     place: str
 
 
-class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
+class EngineRow(Row, frozen=True):
     """Time of one rank of a rollout engine, from the names of the iterations in its trace.
 
     Attributes:
@@ -253,7 +262,7 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
         finish_us: End of the last iteration, relative to the begin of the rollout.
     """
 
-    columns: ClassVar[str] = (
+    columns = (
         "name, iterations, prefill_us, decode_us, prompt tokens=prefill_tokens, "
         "new tokens=decode_tokens, computed again=again_tokens, queueing_us, finish_us"
     )
@@ -270,7 +279,7 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
     finish_us: float | None
 
 
-class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
+class StragglerRow(Row, frozen=True):
     """Spread of a stage's work over the workers of a role.
 
     Work is the time in the stage without waits for other workers in collectives.
@@ -294,7 +303,7 @@ class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
         fitted: Runs that ``data_us`` is fitted to; for ``None``, the reason.
     """
 
-    columns: ClassVar[str] = (
+    columns = (
         "stage, +role, +workers, slowest, time=slowest_us, median_us, others waited=wait_us, "
         "its data=data_us, +give or take=error_us, +fitted to=fitted"
     )
@@ -314,7 +323,7 @@ class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
     fitted: str = ""
 
 
-class WorkRow(msgspec.Struct, frozen=True, kw_only=True):
+class WorkRow(Row, frozen=True):
     """The work given to a worker in a stage, over the runs of the stage.
 
     Attributes:
@@ -330,7 +339,7 @@ class WorkRow(msgspec.Struct, frozen=True, kw_only=True):
         masked_tokens: Tokens of sequences of which no token counts in the loss.
     """
 
-    columns: ClassVar[str] = (
+    columns = (
         "worker, stage, +runs, samples, tokens, +tokens_squared, micro_batches, +equal_tokens, "
         "+masked_tokens, time=duration_us"
     )
@@ -347,7 +356,7 @@ class WorkRow(msgspec.Struct, frozen=True, kw_only=True):
     masked_tokens: int | None = None
 
 
-class AchievedRow(msgspec.Struct, frozen=True, kw_only=True):
+class AchievedRow(Row, frozen=True):
     """The operations per second of a lane in a stage, and the bytes per second of decoding.
 
     Attributes:
@@ -365,7 +374,7 @@ class AchievedRow(msgspec.Struct, frozen=True, kw_only=True):
         memory_share: ``gigabytes`` as a share of the device's bandwidth.
     """
 
-    columns: ClassVar[str] = (
+    columns = (
         "lane, stage, time=duration_us, +operations, TFLOP/s=teraflops, of peak=compute_share, "
         "GB/s=gigabytes, of bandwidth=memory_share, +device"
     )
@@ -381,7 +390,7 @@ class AchievedRow(msgspec.Struct, frozen=True, kw_only=True):
     memory_share: float | None = None
 
 
-class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
+class CollectiveRow(Row, frozen=True):
     """Waits of the ranks of a process group for each other in a collective.
 
     Attributes:
@@ -397,7 +406,7 @@ class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
         late_share: Share of the calls in which ``late`` arrived last.
     """
 
-    columns: ClassVar[str] = (
+    columns = (
         "collective=name, +role, ranks=group, calls, median_us, waiting=wait_us, "
         "most often last=late, of calls=late_share"
     )
@@ -412,7 +421,7 @@ class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
     group: str = ""
 
 
-class LinkRow(msgspec.Struct, frozen=True, kw_only=True):
+class LinkRow(Row, frozen=True, kw_only=True):
     """Bytes and bandwidth of a collective in a process group, of messages of similar size; or of
     two NPUs.
 
@@ -432,7 +441,7 @@ class LinkRow(msgspec.Struct, frozen=True, kw_only=True):
         missing: Fact without which the bandwidths are unknown.
     """
 
-    columns: ClassVar[str] = (
+    columns = (
         "collective=name, ranks=group, pair, reach, calls, bytes, a call=call_bytes, "
         "time=duration_us, algorithm=algorithm_bytes_per_s, bus=bus_bytes_per_s, "
         "+at best=best_bytes_per_s, unknown=missing"
@@ -457,7 +466,7 @@ class LinkRow(msgspec.Struct, frozen=True, kw_only=True):
         return self.bytes and self.calls and self.bytes / self.calls
 
 
-class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
+class KernelRow(Row, frozen=True):
     """One kernel (or operator, in a CPU trace) in one stage, over all lanes.
 
     Attributes:
@@ -469,7 +478,7 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
         share: Share of the self time of all kernels.
     """
 
-    columns: ClassVar[str] = "stage, name, calls, self time=self_us, share"
+    columns = "stage, name, calls, self time=self_us, share"
 
     name: str
     stage: str
@@ -478,7 +487,7 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
     share: float
 
 
-class PartRow(msgspec.Struct, frozen=True, kw_only=True):
+class PartRow(Row, frozen=True):
     """Time of one of several causes.
 
     Attributes:
@@ -488,14 +497,14 @@ class PartRow(msgspec.Struct, frozen=True, kw_only=True):
         share: Share of the sum of all causes.
     """
 
-    columns: ClassVar[str] = "cause, time=seconds, share"
+    columns = "cause, time=seconds, share"
 
     cause: str
     seconds: float
     share: float
 
 
-class LostRow(PartRow, frozen=True, kw_only=True):
+class LostRow(PartRow, frozen=True):
     """The time lost by one cause: devices idled, or waited for other ranks in collectives.
 
     Attributes:
@@ -509,7 +518,7 @@ class LostRow(PartRow, frozen=True, kw_only=True):
     parts: dict[str, float] = {}
 
 
-class RunningRow(msgspec.Struct, frozen=True, kw_only=True):
+class RunningRow(Struct, frozen=True):
     """Number of a replica's running requests over time.
 
     Attributes:
@@ -523,7 +532,7 @@ class RunningRow(msgspec.Struct, frozen=True, kw_only=True):
     requests: list[float]
 
 
-class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaRow(Row, frozen=True):
     """The totals of one replica's requests; ``None`` for values that its engine does not report.
 
     Percentiles are of the requests that did not fail. All numbers but ``validation`` leave out
@@ -545,7 +554,7 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
         validation: Number of requests sent during validation.
     """
 
-    columns: ClassVar[str] = (
+    columns = (
         "name=worker, requests, +failed, +queued_p50_us, queued_p99_us, 1st token "
         "p50=to_first_token_p50_us, 1st token p99=to_first_token_p99_us, a token "
         "p50=per_token_p50_us, +a token p99=per_token_p99_us, cached=cache_hit_share, "
@@ -567,7 +576,7 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
     validation: int = 0
 
 
-class MeasureRow(msgspec.Struct, frozen=True, kw_only=True):
+class MeasureRow(Row, frozen=True):
     """One number that a worker recorded with the capture, such as the peak memory of a stage.
 
     Attributes:
@@ -577,7 +586,7 @@ class MeasureRow(msgspec.Struct, frozen=True, kw_only=True):
         value: The number; the largest, if the stage ran several times.
     """
 
-    columns: ClassVar[str] = "worker, stage, number=name, value"
+    columns = "worker, stage, number=name, value"
 
     worker: str
     stage: str
@@ -592,7 +601,7 @@ class MeasureRow(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
 
-class CounterRow(msgspec.Struct, frozen=True, kw_only=True):
+class CounterRow(Row, frozen=True):
     """A counter of a process in the step, e.g. the length of a queue.
 
     Attributes:
@@ -604,7 +613,7 @@ class CounterRow(msgspec.Struct, frozen=True, kw_only=True):
         max: The largest sample.
     """
 
-    columns: ClassVar[str] = "of=lane, count=name, last, mean, largest=max, +counted=samples"
+    columns = "of=lane, count=name, last, mean, largest=max, +counted=samples"
 
     lane: str
     name: str
@@ -614,7 +623,7 @@ class CounterRow(msgspec.Struct, frozen=True, kw_only=True):
     max: float
 
 
-class CostRow(msgspec.Struct, frozen=True, kw_only=True):
+class CostRow(Row, frozen=True):
     """The cost of the capture for one worker.
 
     Attributes:
@@ -623,7 +632,7 @@ class CostRow(msgspec.Struct, frozen=True, kw_only=True):
         stop_s: Seconds to stop recording, which includes writing.
     """
 
-    columns: ClassVar[str] = "worker, start_s, stop_s"
+    columns = "worker, start_s, stop_s"
 
     worker: str
     start_s: float
@@ -633,7 +642,7 @@ class CostRow(msgspec.Struct, frozen=True, kw_only=True):
 Kind = Literal["stage", "time", "kernel", "request", "memory"]
 
 
-class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
+class SuspectRow(Row, frozen=True, kw_only=True):
     """One number of a suspect, compared with its peers.
 
     Attributes:
@@ -648,9 +657,7 @@ class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
         peer_value: Value of the peers; ``None`` if they have none.
     """
 
-    columns: ClassVar[str] = (
-        "suspect, what=kind, name, suspect's=value, peers, peers'=peer_value, difference"
-    )
+    columns = "suspect, what=kind, name, suspect's=value, peers, peers'=peer_value, difference"
 
     suspect: str
     peers: str
@@ -668,7 +675,7 @@ class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
         return self.value - self.peer_value
 
 
-class CauseRow(PartRow, frozen=True, kw_only=True):
+class CauseRow(PartRow, frozen=True):
     """The time of all trajectories with one cause.
 
     Attributes:
@@ -679,13 +686,13 @@ class CauseRow(PartRow, frozen=True, kw_only=True):
         trajectories: Number of trajectories with this cause.
     """
 
-    columns: ClassVar[str] = "cause, validation=validate, time=seconds, share, trajectories"
+    columns = "cause, validation=validate, time=seconds, share, trajectories"
 
     validate: bool
     trajectories: int
 
 
-class CallRow(msgspec.Struct, frozen=True, kw_only=True):
+class CallRow(Row, frozen=True):
     """Spans of one name: a tool, an environment, scoring, generating, waiting.
 
     Attributes:
@@ -700,9 +707,7 @@ class CallRow(msgspec.Struct, frozen=True, kw_only=True):
         longest_s: Longest duration.
     """
 
-    columns: ClassVar[str] = (
-        "name, +role, calls, failed, time=seconds, p50_s, p90_s, p99_s, longest_s"
-    )
+    columns = "name, +role, calls, failed, time=seconds, p50_s, p90_s, p99_s, longest_s"
 
     role: str
     name: str
@@ -715,7 +720,7 @@ class CallRow(msgspec.Struct, frozen=True, kw_only=True):
     longest_s: float
 
 
-class BlockRow(msgspec.Struct, frozen=True, kw_only=True):
+class BlockRow(Row, frozen=True):
     """One task that blocked the event loop of a process.
 
     Attributes:
@@ -729,7 +734,7 @@ class BlockRow(msgspec.Struct, frozen=True, kw_only=True):
         stood_still_s: Total delay of these trajectories.
     """
 
-    columns: ClassVar[str] = (
+    columns = (
         "lane, by=what, +function, times=blocks, for=seconds, longest_s, stood still=trajectories, "
         "added up=stood_still_s"
     )
@@ -744,7 +749,7 @@ class BlockRow(msgspec.Struct, frozen=True, kw_only=True):
     stood_still_s: float
 
 
-class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
+class GroupRow(Row, frozen=True):
     """The trajectories of one prompt.
 
     Attributes:
@@ -757,7 +762,7 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
         whole: Whether all trajectories of the group ended in the step.
     """
 
-    columns: ClassVar[str] = (
+    columns = (
         "group, members, first done=first_s, last done=last_s, waited_s, "
         "the last's cause=last_cause, all done=whole"
     )
@@ -771,7 +776,7 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     whole: bool
 
 
-class StatusRow(msgspec.Struct, frozen=True, kw_only=True):
+class StatusRow(Row, frozen=True):
     """Trajectories of one status, and their cost.
 
     Attributes:
@@ -782,7 +787,7 @@ class StatusRow(msgspec.Struct, frozen=True, kw_only=True):
         share: Share of the time of all training (or all validation) trajectories.
     """
 
-    columns: ClassVar[str] = "status, validation=validate, trajectories, time=seconds, share"
+    columns = "status, validation=validate, trajectories, time=seconds, share"
 
     validate: bool
     status: str
@@ -791,7 +796,7 @@ class StatusRow(msgspec.Struct, frozen=True, kw_only=True):
     share: float
 
 
-class NothingRow(PartRow, frozen=True, kw_only=True):
+class NothingRow(PartRow, frozen=True):
     """Training trajectories from which nothing was learned, for one reason.
 
     Attributes:
@@ -803,13 +808,13 @@ class NothingRow(PartRow, frozen=True, kw_only=True):
         groups: Number of their groups.
     """
 
-    columns: ClassVar[str] = "cause, trajectories, groups, time=seconds, share"
+    columns = "cause, trajectories, groups, time=seconds, share"
 
     trajectories: int
     groups: int
 
 
-class UselessRow(PartRow, frozen=True, kw_only=True):
+class UselessRow(PartRow, frozen=True):
     """Training on sequences from which nothing was learned, for one reason.
 
     Attributes:
@@ -820,13 +825,13 @@ class UselessRow(PartRow, frozen=True, kw_only=True):
         share: Share of the stage's runs with known advantages or masks.
     """
 
-    columns: ClassVar[str] = "stage, cause, tokens, time=seconds, share"
+    columns = "stage, cause, tokens, time=seconds, share"
 
     stage: str
     tokens: int
 
 
-class FailureRow(msgspec.Struct, frozen=True, kw_only=True):
+class FailureRow(Row, frozen=True):
     """Trajectories that failed, or were cancelled, with one error in one span.
 
     Attributes:
@@ -838,9 +843,7 @@ class FailureRow(msgspec.Struct, frozen=True, kw_only=True):
         span: Last span that failed, else the last open span; empty if there is none.
     """
 
-    columns: ClassVar[str] = (
-        "error, validation=validate, trajectories, status, in=span, e.g.=example"
-    )
+    columns = "error, validation=validate, trajectories, status, in=span, e.g.=example"
 
     validate: bool
     status: str
@@ -850,7 +853,7 @@ class FailureRow(msgspec.Struct, frozen=True, kw_only=True):
     span: str
 
 
-class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
+class VersionRow(Row, frozen=True):
     """Training trajectories and requests of one policy version.
 
     Attributes:
@@ -863,9 +866,7 @@ class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
         segment_tokens: Tokens generated by these requests.
     """
 
-    columns: ClassVar[str] = (
-        "version, behind, oldest of=oldest, newest of=newest, segments, tokens=segment_tokens"
-    )
+    columns = "version, behind, oldest of=oldest, newest of=newest, segments, tokens=segment_tokens"
 
     version: int
     behind: int | None
@@ -881,7 +882,7 @@ def added(row: PathRow, other: PathRow) -> PathRow:
     if row.idle_us is not None:
         idle_us = row.idle_us + (other.idle_us or 0.0)
     duration_us, share = row.duration_us + other.duration_us, row.share + other.share
-    return msgspec.structs.replace(row, duration_us=duration_us, share=share, idle_us=idle_us)
+    return replace(row, duration_us=duration_us, share=share, idle_us=idle_us)
 
 
 OTHER_RANKS = "waiting_for_other_ranks"
@@ -908,7 +909,7 @@ class RequestedCapture(Trigger, frozen=True, kw_only=True):
     only: list[str] = []
 
 
-class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
+class Percentiles(Struct, frozen=True):
     """Percentiles of a sample.
 
     Attributes:
@@ -924,7 +925,7 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
     max: float
 
 
-class LateResponse(msgspec.Struct, frozen=True, kw_only=True):
+class LateResponse(Struct, frozen=True):
     """The response that ended last in the rollout, compared with others.
 
     Attributes:
@@ -953,7 +954,7 @@ class LateResponse(msgspec.Struct, frozen=True, kw_only=True):
     parts: list[PartRow]
 
 
-class Tail(msgspec.Struct, frozen=True, kw_only=True):
+class Tail(Struct, frozen=True):
     """The time in which the rollout waits for its last replicas.
 
     Attributes:
@@ -981,7 +982,7 @@ class Tail(msgspec.Struct, frozen=True, kw_only=True):
     late: LateResponse | None = None
 
 
-class LastTrajectories(msgspec.Struct, frozen=True, kw_only=True):
+class LastTrajectories(Struct, frozen=True):
     """The tail of the rollout, in which only the last training trajectories ran.
 
     Attributes:
@@ -1000,7 +1001,7 @@ class LastTrajectories(msgspec.Struct, frozen=True, kw_only=True):
     parts: list[PartRow]
 
 
-class Polling(msgspec.Struct, frozen=True, kw_only=True):
+class Polling(Struct, frozen=True):
     """Cost of a trainer that polls for ended trajectories.
 
     Attributes:
@@ -1019,7 +1020,7 @@ class Polling(msgspec.Struct, frozen=True, kw_only=True):
     late_share: float
 
 
-class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+class Rollout(Struct, frozen=True):
     """The section on the rollout: the time of a step's trajectories by cause.
 
     Attributes:
@@ -1088,7 +1089,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Throughput(msgspec.Struct, frozen=True, kw_only=True):
+class Throughput(Struct, frozen=True):
     """Tokens per second of the step, over all devices and for each.
 
     Attributes:
@@ -1104,7 +1105,7 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s_per_device: float
 
 
-class GanttSpan(msgspec.Struct, frozen=True, kw_only=True):
+class GanttSpan(Struct, frozen=True):
     """One run of a stage on one worker.
 
     Attributes:
