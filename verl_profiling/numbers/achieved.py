@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -63,13 +64,13 @@ class Achieved:
         self.rows: list[AchievedRow] = []
         self.unknown: list[str] = []
         workers = {worker.name: worker for worker in step.workers}
-        for name, of_worker in grouped(work, lambda row: row.worker).items():
+        for name, of_worker in grouped(work, attrgetter("worker")).items():
             if name in workers and not workers[name].identity.is_engine:
                 self._add_worker(workers[name], {row.stage: row for row in of_worker})
         for lane in step.lanes:
             if lane.is_engine and len(lane.iterations):
                 self._add_engine(lane)
-        for name, of_lane in grouped(self.rows, lambda row: row.lane).items():
+        for name, of_lane in grouped(self.rows, attrgetter("lane")).items():
             flops = sum(row.operations for row in of_lane)
             self._add(name, WHOLE_STEP, of_lane[0].device, step.span_ns, flops)
         if not self.rows and not any(lane.on_device for lane in step.lanes):
@@ -77,8 +78,8 @@ class Achieved:
 
     def _shape(self, role: str) -> ModelShape | None:
         """Return the shape of a role's model. A critic's may be another one than the policy's."""
-        own = (self._settings.get("roles") or {}).get(role) or {}
-        config = own.get("model") or (role != CRITIC and self._settings.get("model"))
+        of_role = (self._settings.get("roles") or {}).get(role) or {}
+        config = of_role.get("model") or (role != CRITIC and self._settings.get("model"))
         shape: ModelShape | str = _PASS_MODEL.get(role, _PASS_MODEL[""])
         if isinstance(config, dict):
             shape = shape_of(config, has_head=role != CRITIC)
@@ -93,12 +94,12 @@ class Achieved:
 
     def _add_worker(self, worker: CaptureResult, work: Mapping[str, WorkRow]) -> None:
         """Add the rows of a training worker, by stage."""
-        lanes = [lane for lane in self._step.lanes if lane.source.worker == worker.name]
+        lanes = self._step.lanes_of(worker.name)
         device = lanes[0].model if len(lanes) == 1 and lanes[0].on_device else ""
         ranks = prod(worker.identity.sizes.get(name, 1) for name in _SHARED_BY)
-        outer_first = sorted(worker.stages, key=lambda span: (span.begin_ns, span.depth))
+        outer_first = sorted(worker.stages, key=attrgetter("begin_ns", "depth"))
         counted = EMPTY
-        for stage in dict.fromkeys(span.name for span in outer_first):
+        for stage in dict.fromkeys(map(attrgetter("name"), outer_first)):
             passes, time = _passes(stage), time_of(worker.stages, stage)
             if not passes or not length(subtract(time, counted)):
                 continue  # without a model, or a part of a stage that counts
@@ -124,7 +125,7 @@ class Achieved:
             return
         pairs, cached = attention
         worker = self._step.worker_of(lane.source)
-        ranks = sum(other.source.worker == lane.source.worker for other in self._step.lanes)
+        ranks = len(self._step.lanes_of(lane.source.worker))
         if worker is not None:
             ranks = max(ranks, worker.identity.world_size)  # not all of them may be recorded
         sync = self._step.during(WEIGHT_SYNC)

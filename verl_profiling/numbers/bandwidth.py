@@ -42,8 +42,11 @@ def link_rows(step: Step, calls: Iterable[Calls]) -> list[LinkRow]:
         for (name, group), of_lane in lane.collectives.items():
             if not name.startswith(LAUNCHES):
                 runs[lane.source.role, lane.source.replica, name, group].append(of_lane)
-    whole = [one for one in calls if one.is_whole]
-    matched = {(one.role, one.lanes[0].source.replica, one.name, one.group): one for one in whole}
+    matched = {}
+    for collective in calls:
+        if collective.is_whole:
+            replica = collective.lanes[0].source.replica
+            matched[collective.role, replica, collective.name, collective.group] = collective
     for key, of_lanes in runs.items():
         sizes = max(of_lanes, key=len)[:, 2]
         for size_class in np.unique(_classes(sizes)).tolist():

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from statistics import median
 from typing import NamedTuple
 
@@ -37,13 +37,12 @@ def measures_of(worker: CaptureResult) -> Iterator[MeasureRow]:
         yield MeasureRow(worker=worker.name, stage=stage, name=name, value=value)
 
 
-def costs(manifest: Manifest) -> list[CostRow]:
-    """Return how long each worker took to start and stop recording; skipped workers have no row."""
-    return [
-        CostRow(worker=worker.name, start_s=worker.cost_s("start"), stop_s=worker.cost_s("stop"))
-        for worker in manifest.workers
-        if worker.status != "skipped"
-    ]
+def costs(manifest: Manifest) -> Iterator[CostRow]:
+    """Yield how long each worker took to start and stop recording; skipped workers have no row."""
+    for worker in manifest.workers:
+        if worker.status != "skipped":
+            start_s, stop_s = worker.cost_s("start"), worker.cost_s("stop")
+            yield CostRow(worker=worker.name, start_s=start_s, stop_s=stop_s)
 
 
 def clock_notes(manifest: Manifest) -> Iterator[str]:
@@ -72,22 +71,27 @@ def counter_rows(counts: Counts, begin_ns: int, end_ns: int) -> Iterator[Counter
         valid = sorted(
             (at_ns, value) for at_ns, value in samples if at_ns <= end_ns and math.isfinite(value)
         )
-        held = [
-            (max(at_ns, begin_ns), until_ns, value)
-            for (at_ns, value), (until_ns, _) in pairwise([*valid, (end_ns, 0.0)])
-            if until_ns > begin_ns
-        ]
-        if held:
-            last = held[-1][2]
-            time_ns = end_ns - held[0][0]
-            area = sum(value * (until_ns - since_ns) for since_ns, until_ns, value in held)
+        values = []
+        in_step = time_ns = 0
+        area = 0.0
+        for (at_ns, value), (until_ns, _) in pairwise([*valid, (end_ns, 0.0)]):
+            if until_ns > begin_ns:
+                values.append(value)
+                in_step += at_ns > begin_ns
+                held_ns = until_ns - max(at_ns, begin_ns)
+                time_ns += held_ns
+                area += value * held_ns
+        if values:
+            mean = values[-1]
+            if time_ns:
+                mean = area / time_ns
             yield CounterRow(
                 lane=lane,
                 name=name,
-                samples=sum(since_ns > begin_ns for since_ns, _, _ in held),
-                last=last,
-                mean=area / time_ns if time_ns else last,
-                max=max(value for _, _, value in held),
+                samples=in_step,
+                last=values[-1],
+                mean=mean,
+                max=max(values),
             )
 
 
@@ -102,7 +106,7 @@ def unfinished_requests(rows: Iterable[ReplicaRow]) -> Iterator[str]:
 
 def replica_rows(requests: Iterable[RequestRow]) -> list[ReplicaRow]:
     """Return one row for each replica that recorded requests, sorted by replica."""
-    by_replica = grouped(requests, lambda request: (request.replica, request.worker))
+    by_replica = grouped(requests, attrgetter("replica", "worker"))
     return [_replica_row(by_replica[key]) for key in sorted(by_replica)]
 
 
@@ -145,9 +149,9 @@ def _replica_row(requests: list[RequestRow]) -> ReplicaRow:
     training = [request for request in requests if not request.validate]
     whole = [request for request in training if not request.failed]
     times = {
-        **_percentiles("queued", [_queued_us(request) for request in whole]),
-        **_percentiles("to_first_token", [request.to_first_token_us for request in whole]),
-        **_percentiles("per_token", [request.per_token_us for request in whole]),
+        **_percentiles("queued", map(_queued_us, whole)),
+        **_percentiles("to_first_token", map(attrgetter("to_first_token_us"), whole)),
+        **_percentiles("per_token", map(attrgetter("per_token_us"), whole)),
     }
     preemptions = [request.preemptions for request in training if request.preemptions is not None]
     return ReplicaRow(

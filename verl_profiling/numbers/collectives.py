@@ -16,8 +16,9 @@ rank is unknown. A collective of unknown group yields nothing.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
+from operator import attrgetter
 from statistics import median
 
 import numpy as np
@@ -48,23 +49,20 @@ _LATE_SHARE = 0.8  # least share of all waiting with which one rank counts as th
 
 def waits(calls: Iterable[Calls]) -> dict[Lane, Spans]:
     """Return the time in which each rank waited in any collective."""
-    spans: defaultdict[Lane, list[Spans]] = defaultdict(list)
-    for collective in calls:
-        for rank, lane in enumerate(collective.lanes):
-            spans[lane].append(collective.waiting(rank))
-    return _united(spans)
+    return _of_lanes(calls, Calls.waiting)
 
 
 def in_calls(calls: Iterable[Calls]) -> dict[Lane, Spans]:
     """Return the time in which each rank was in a call of any collective."""
+    return _of_lanes(calls, lambda collective, rank: collective.runs[rank, :, :2])
+
+
+def _of_lanes(calls: Iterable[Calls], spans_of: Callable[[Calls, int], Spans]) -> dict[Lane, Spans]:
+    """Return the time of each lane in any collective, from its spans in each."""
     spans: defaultdict[Lane, list[Spans]] = defaultdict(list)
     for collective in calls:
-        for lane, runs in zip(collective.lanes, collective.runs, strict=True):
-            spans[lane].append(runs[:, :2])
-    return _united(spans)
-
-
-def _united(spans: Mapping[Lane, list[Spans]]) -> dict[Lane, Spans]:
+        for rank, lane in enumerate(collective.lanes):
+            spans[lane].append(spans_of(collective, rank))
     return {lane: union(*of_lane) for lane, of_lane in spans.items()}
 
 
@@ -149,9 +147,9 @@ def collective_rows(calls: Iterable[Calls]) -> list[CollectiveRow]:
             ((rank, times),) = Counter(collective.last.tolist()).most_common(1)
             late = collective.lanes[rank].name
             late_share = times / len(collective.cost)
-        waited_ns = sum(
-            length(union(collective.waiting(rank))) for rank in range(len(collective.lanes))
-        )
+        waited_ns = 0
+        for rank in range(len(collective.lanes)):
+            waited_ns += length(union(collective.waiting(rank)))
         row = CollectiveRow(
             name=collective.name,
             role=collective.role,
@@ -190,7 +188,8 @@ def stragglers(step: Step, calls: Iterable[Calls]) -> list[StragglerRow]:
             of_stage.setdefault(worker.name, []).append(span)
     rows = []
     for (role, stage), of_workers in runs.items():
-        if len(of_workers) > 1 and not _is_cut_off(step, of_workers):
+        is_cut_off = any(map(step.cut_off, chain.from_iterable(of_workers.values())))
+        if len(of_workers) > 1 and not is_cut_off:
             row = _straggler(stage, role, of_workers, workers)
             if row and (_is_seen(row, of_workers, workers) or _ends_last(row, of_workers)):
                 rows.append(row)
@@ -211,14 +210,10 @@ class _Worker:
     """
 
     def __init__(self, name: str, step: Step, perhaps: Mapping[Lane, Spans]) -> None:
-        lanes = [lane for lane in step.lanes if lane.source.worker == name]
+        lanes = step.lanes_of(name)
         self.waits = common([lane.waiting for lane in lanes])
         self.perhaps = common([perhaps[lane] for lane in lanes])
         self.observed = common([lane.observed for lane in lanes])
-
-
-def _is_cut_off(step: Step, runs: _Runs) -> bool:
-    return any(map(step.cut_off, chain.from_iterable(runs.values())))
 
 
 def _straggler(
@@ -263,6 +258,8 @@ def _ends_last(row: StragglerRow, runs: _Runs) -> bool:
     """
     if row.role == ROLLOUT_ROLE:
         return True
-    ends_us = {name: max(span.end_ns for span in spans) / 1000 for name, spans in runs.items()}
+    ends_us: dict[str, float] = {}
+    for name, spans in runs.items():
+        ends_us[name] = max(map(attrgetter("end_ns"), spans)) / 1000
     last_us = ends_us.pop(row.slowest)
     return 2 * (last_us - median(ends_us.values())) >= row.behind_us / len(ends_us)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 
 from verl_profiling.manifest import WEIGHT_SYNC, StageSpan
@@ -80,7 +81,7 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
     * ``between_stages``: the controller is in no stage;
     * ``unexplained``: the rest.
     """
-    rollout = step.during(ROLLOUT)
+    rollout = step.rollout
     own_time = time_of(span for span in lane.stages if span.name != ROLLOUT)
     claims = dict.fromkeys(CAUSES, EMPTY)
     claims["weight_sync"] = time_of([*step.stages, *lane.stages], WEIGHT_SYNC)
@@ -157,13 +158,16 @@ def sync_parts(step: Step, devices: Iterable[Sequence[Lane]]) -> dict[str, float
         step: The step.
         devices: The lanes of each device.
     """
-    shared = _inside_sync(step.stages)
-    shared += _inside_sync([span for worker in step.workers for span in worker.stages])
+    of_workers = chain.from_iterable(map(attrgetter("stages"), step.workers))
+    shared = [*_inside_sync(step.stages), *_inside_sync(list(of_workers))]
     total_ns = Counter[str]()
     for lanes in devices:
-        window = union(*(lane.idle["weight_sync"] for lane in lanes))
-        own = [part for lane in lanes for part in _inside_sync(lane.stages)]
-        for name, spans in own + shared:
+        window = EMPTY
+        parts: list[tuple[str, Spans]] = []
+        for lane in lanes:
+            window = union(window, lane.idle["weight_sync"])
+            parts += _inside_sync(lane.stages)
+        for name, spans in parts + shared:
             total_ns[name] += length(intersection(window, spans))
             window = subtract(window, spans)
         total_ns[WEIGHT_SYNC] += length(window)
@@ -203,20 +207,23 @@ def _after_stages(lane: Lane, step: Step) -> Iterator[Spans]:
     """Yield for each stage the time between its end on a lane and on the last worker
     of the role.
     """
-    role = [peer for peer in step.lanes if peer.source.role == lane.source.role]
-    runs = {peer: grouped(peer.stages, attrgetter("name")) for peer in role}
-    for name, own in runs[lane].items():
-        yield until_last(own, [stages.get(name, []) for stages in runs.values()])
+    peers = []
+    for peer in step.lanes:
+        if peer.source.role == lane.source.role:
+            peers.append(grouped(peer.stages, attrgetter("name")))
+    for name, runs in grouped(lane.stages, attrgetter("name")).items():
+        yield until_last(runs, [stages.get(name, []) for stages in peers])
 
 
-def until_last(own: list[StageSpan], peers: Collection[list[StageSpan]]) -> Spans:
+def until_last(runs: list[StageSpan], peers: Iterable[list[StageSpan]]) -> Spans:
     """Return the time between the end of each run of a stage and the end of this run
     on the last peer.
     """
-    return spans_of(
-        (span.end_ns, max(runs[index].end_ns for runs in peers if len(runs) > index))
-        for index, span in enumerate(own)
-    )
+    last_ns = [span.end_ns for span in runs]
+    for of_peer in peers:
+        for index, span in enumerate(of_peer[: len(runs)]):
+            last_ns[index] = max(last_ns[index], span.end_ns)
+    return spans_of(zip(map(attrgetter("end_ns"), runs), last_ns, strict=True))
 
 
 def lost_total(rows: Sequence[DeviceRow], parts: Mapping[str, dict[str, float]]) -> list[LostRow]:
@@ -227,21 +234,19 @@ def lost_total(rows: Sequence[DeviceRow], parts: Mapping[str, dict[str, float]])
         parts: Seconds of a cause by what happened meanwhile, e.g. of ``weight_sync`` by stage.
     """
     observed = sum_of(rows, "span_us") or 1.0
-    # To the nanosecond: an error of floats is no lost time.
-    totals = {
-        cause: round(sum(row.lost_us[cause] for row in rows), 3) for cause in (*CAUSES, OTHER_RANKS)
-    }
-    order = sorted(totals, key=lambda cause: (cause == "unexplained", -totals[cause]))
-    return [
-        LostRow(
-            cause=cause,
-            seconds=totals[cause] / 1e6,
-            share=totals[cause] / observed,
-            parts=parts.get(cause, {}) if totals[cause] else {},
-        )
-        for cause in order
-        if totals[cause] or cause == "unexplained"
-    ]
+    lost = []
+    for cause in (*CAUSES, OTHER_RANKS):
+        # To the nanosecond: an error of floats is no lost time.
+        total_us = round(sum(row.lost_us[cause] for row in rows), 3)
+        if total_us or cause == "unexplained":
+            row = LostRow(
+                cause=cause,
+                seconds=total_us / 1e6,
+                share=total_us / observed,
+                parts=parts.get(cause, {}),
+            )
+            lost.append(row)
+    return sorted(lost, key=lambda row: (row.cause == "unexplained", -row.seconds))
 
 
 def unlogged_requests(step: Step) -> Iterator[str]:

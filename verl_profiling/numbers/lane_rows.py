@@ -34,6 +34,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,7 +58,6 @@ from verl_profiling.numbers.stage_rows import percent
 from verl_profiling.slices.intervals import (
     EMPTY,
     Spans,
-    covered_before,
     grouped,
     holding,
     intersection,
@@ -89,12 +89,26 @@ _TURNS = (
 """Causes of idle time: a device has the first one that any of its lanes has."""
 
 
+_COVERS = {
+    "busy_us": "busy",
+    "compute_us": "compute",
+    "communication_us": "communication",
+    "memcpy_us": "memory",
+    "unrecognised_us": "unrecognised",
+    "waiting_us": "waiting",
+}
+"""Fields of ``UseRow`` by the field of a lane with the time."""
+
+
 def _observed(lanes: Sequence[Lane]) -> Spans:
     """Return the time in which a lane of a device is observed and no other may work unrecorded."""
-    if any(lane.is_unknown for lane in lanes):
-        return EMPTY
-    observed = union(*(lane.observed for lane in lanes))
-    return subtract(observed, union(*(lane.unseen for lane in lanes)))
+    observed = unseen = EMPTY
+    for lane in lanes:
+        if lane.is_unknown:
+            return EMPTY
+        observed = union(observed, lane.observed)
+        unseen = union(unseen, lane.unseen)
+    return subtract(observed, unseen)
 
 
 def _used(lanes: Sequence[Lane], lost: Mapping[str, Spans]) -> dict[str, Any]:
@@ -105,24 +119,21 @@ def _used(lanes: Sequence[Lane], lost: Mapping[str, Spans]) -> dict[str, Any]:
         lost: Idle time of the lanes by cause.
     """
     observed = _observed(lanes)
-    windows = {lane: intersection(lane.observed, observed) for lane in lanes}
-    compute, communication, memory, unrecognised, busy = (
-        union(*(intersection(getattr(lane, kind), window) for lane, window in windows.items()))
-        for kind in ("compute", "communication", "memory", "unrecognised", "busy")
-    )
-    waits = {lane: intersection(lane.waiting, window) for lane, window in windows.items()}
-    works = (subtract(intersection(lane.busy, windows[lane]), wait) for lane, wait in waits.items())
+    covers = dict.fromkeys(_COVERS, EMPTY)
+    working = EMPTY
+    for lane in lanes:
+        window = intersection(lane.observed, observed)
+        for name, field in _COVERS.items():
+            covers[name] = union(covers[name], intersection(getattr(lane, field), window))
+        working = union(working, subtract(intersection(lane.busy, window), lane.waiting))
+    compute, communication = covers["compute_us"], covers["communication_us"]
     times = {
         "span_us": observed,
-        "busy_us": busy,
-        "idle_us": subtract(observed, busy),
-        "compute_us": compute,
-        "communication_us": communication,
+        **covers,
+        "idle_us": subtract(observed, covers["busy_us"]),
         "exposed_communication_us": subtract(communication, compute),
         "overlap_us": intersection(communication, compute),
-        "memcpy_us": memory,
-        "unrecognised_us": unrecognised,
-        "waiting_us": subtract(union(*waits.values()), union(*works)),
+        "waiting_us": subtract(covers["waiting_us"], working),
         "host_bound_us": lost["host_bound"],
     }
     times_us = {name: length(spans) / 1000 for name, spans in times.items()}
@@ -146,17 +157,14 @@ def worker_row(lane: Lane, step: Step, directory: Path) -> WorkerRow:
     exposed = subtract(lane.communication, lane.compute)
     waits = intersection(lane.waiting, intersection(exposed, lane.observed))
 
-    def load(spans: Spans) -> list[int]:
-        return percent(covered_before(step.whole, spans), 0, step.span_ns)
-
     return WorkerRow(
         **_used([lane], lane.idle),
         role=lane.source.role,
         rank=lane.source.rank,
         replica=lane.source.replica,
-        load=load(lane.busy),
-        communication_load=load(exposed),
-        waiting_load=load(waits),
+        load=percent(lane.busy, step),
+        communication_load=percent(exposed, step),
+        waiting_load=percent(waits, step),
         accelerator=lane.accelerator,
         traces=[os.path.relpath(path, directory) for path in lane.paths],
     )
@@ -164,15 +172,19 @@ def worker_row(lane: Lane, step: Step, directory: Path) -> WorkerRow:
 
 def device_row(lanes: Sequence[Lane], lost: Mapping[str, Spans]) -> DeviceRow:
     """Return the row of a device, from its lanes and its idle time by cause."""
-    devices = [lane.device for lane in lanes if lane.device is not None]
-    uuid = next((device.uuid for device in devices if device.uuid), "")
+    kind = uuid = place = ""
+    for lane in lanes:
+        if lane.device is not None:
+            kind = kind or lane.device.kind
+            uuid = uuid or lane.device.uuid
+            place = place or lane.device.place
     return DeviceRow(
         **_used(lanes, lost),
         lanes=[lane.name for lane in lanes],
-        roles=list(dict.fromkeys(lane.source.role for lane in lanes)),
-        kind=devices[0].kind if devices else "",
+        roles=list(dict.fromkeys(map(attrgetter("source.role"), lanes))),
+        kind=kind,
         uuid=uuid,
-        place=next((device.place for device in devices if device.place), uuid),
+        place=place or uuid,
     )
 
 
@@ -190,7 +202,7 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
     counts = iterations[:, 2:5]
     is_unknown = (counts == UNKNOWN_TOKENS).any(axis=0)
     scheduled = Iteration(*np.where(is_unknown, UNKNOWN_TOKENS, counts.sum(axis=0)).tolist())
-    rollout = step.during(ROLLOUT)
+    rollout = step.rollout
     work = working_spans(lane, step, ROLLOUT)
     queueing_us = finish_us = None
     if len(rollout) and len(work):
@@ -257,7 +269,7 @@ def rollout_tail(step: Step) -> Tail | None:
     its slowest rank. A replica with requests that are still open finishes with the rollout. The
     tail is unknown if the recording of an engine misses the end of the rollout.
     """
-    rollout = step.during(ROLLOUT)
+    rollout = step.rollout
     requests = [row for row in step.requests if not (row.failed or row.validate)]
     ends = [(row.replica, step.begin_ns + round(row.end_us * 1000)) for row in requests]
     ends = ends or _iteration_ends(step)
@@ -302,7 +314,7 @@ def _iteration_ends(step: Step) -> list[tuple[int, int]]:
 
 def _misses_end(lane: Lane, step: Step) -> bool:
     """Return whether an engine may have worked in the rollout after the end of its recording."""
-    rollout = step.during(ROLLOUT)
+    rollout = step.rollout
     work = working_spans(lane, step, ROLLOUT)
     last_ns = step.begin_ns
     if len(work):
@@ -325,17 +337,17 @@ def kernels(step: Step) -> list[KernelRow]:
         for place, (times, took_ns) in lane.ops.items():
             calls[place] += times
             self_ns[place] += took_ns
-    everything = self_ns.total() or 1
-    return [
-        KernelRow(
+    rows = []
+    for (stage, name), ns in self_ns.items():
+        row = KernelRow(
             name=name,
             stage=stage,
             calls=calls[stage, name],
             self_us=ns / 1000,
-            share=ns / everything,
+            share=ns / (self_ns.total() or 1),
         )
-        for (stage, name), ns in sorted(self_ns.items(), key=lambda item: (-item[1], item[0]))
-    ]
+        rows.append(row)
+    return sorted(rows, key=lambda row: (-row.self_us, row.stage, row.name))
 
 
 def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput | None:
@@ -380,9 +392,10 @@ def _tokens_of(step: Step, engines: Sequence[EngineRow]) -> float:
 
     Return 0 if a count is unknown, or a part of the rollout was not recorded.
     """
-    rollout = step.during(ROLLOUT)
-    if any(misses(lane.observed, rollout, rollout) for lane in step.lanes if lane.is_engine):
-        return 0.0
+    rollout = step.rollout
+    for lane in step.lanes:
+        if lane.is_engine and misses(lane.observed, rollout, rollout):
+            return 0.0
     tokens = 0
     first_ranks = {row.replica: row for row in reversed(engines)}
     for row in first_ranks.values():
@@ -412,8 +425,11 @@ def lost_of_device(lanes: Sequence[Lane]) -> Mapping[str, Spans]:
     """Partition the idle time of a device by cause, from the idle time of its lanes."""
     if len(lanes) == 1:
         return lanes[0].idle
-    busy = union(*(intersection(lane.busy, lane.observed) for lane in lanes))
-    idle = subtract(_observed(lanes), busy)
-    claims = {cause: union(*(lane.idle[cause] for lane in lanes)) for cause in _TURNS}
+    idle = _observed(lanes)
+    claims = dict.fromkeys(_TURNS, EMPTY)
+    for lane in lanes:
+        idle = subtract(idle, intersection(lane.busy, lane.observed))
+        for cause in _TURNS:
+            claims[cause] = union(claims[cause], lane.idle[cause])
     parts = partition(idle, claims)
     return {cause: parts[cause] for cause in CAUSES}

@@ -6,15 +6,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import compress
+from itertools import chain, compress
+from operator import attrgetter
 from statistics import fmean
 
 import numpy as np
 
 from verl_profiling.manifest import Request
 from verl_profiling.numbers.columns import LateResponse, PartRow
-from verl_profiling.numbers.idle_causes import ROLLOUT
-from verl_profiling.slices.intervals import grouped, holding
+from verl_profiling.slices.intervals import holding
 from verl_profiling.steps.lanes import Step
 
 SENT, LENGTH, SPEED = "sent later", "more tokens", "slower tokens"
@@ -27,19 +27,20 @@ def late_response(step: Step) -> LateResponse | None:
 
     Of one replica, it is compared with all its other responses. ``None`` if there are none.
     """
-    served = [one for worker in step.workers for one in worker.requests if not one.failed]
-    begins = np.array([one.begin_ns for one in served], np.int64)
-    served = list(compress(served, holding(step.during(ROLLOUT), begins)))
+    requests = chain.from_iterable(map(attrgetter("requests"), step.workers))
+    served = [request for request in requests if not request.failed]
+    begins = np.array([request.begin_ns for request in served], np.int64)
+    served = list(compress(served, holding(step.rollout, begins)))
     if len(served) < 2:
         return None
-    served.sort(key=lambda one: one.end_ns)
+    served.sort(key=attrgetter("end_ns"))
     last = served.pop()
-    of_replicas = grouped(served, lambda one: one.replica)
-    of_replicas.pop(last.replica, None)
-    peers = [of_one[-1] for of_one in of_replicas.values()] or served
-    usual_tokens = fmean(peer.response_tokens for peer in peers)
-    own_s, usual_s = _parts([last], step.begin_ns), _parts(peers, step.begin_ns)
-    more = {name: own_s[name] - usual_s[name] for name in {**own_s, **usual_s}}
+    last_of = {request.replica: request for request in served}
+    last_of.pop(last.replica, None)
+    peers = list(last_of.values()) or served
+    usual_tokens = fmean(map(attrgetter("response_tokens"), peers))
+    last_s, usual_s = _parts([last], step.begin_ns), _parts(peers, step.begin_ns)
+    more = {name: last_s[name] - usual_s[name] for name in {**last_s, **usual_s}}
     pace_s = sum(usual_s[name] for name in _GENERATING) / max(usual_tokens, 1.0)
     more[LENGTH] = (last.response_tokens - usual_tokens) * pace_s
     more[SPEED] = sum(more.pop(name, 0.0) for name in _GENERATING) - more[LENGTH]

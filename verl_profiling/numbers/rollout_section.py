@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from statistics import median
 from typing import Any
 
@@ -24,7 +25,6 @@ from verl_profiling.numbers.columns import (
     StatusRow,
     VersionRow,
 )
-from verl_profiling.numbers.idle_causes import ROLLOUT
 from verl_profiling.numbers.stage_rows import polling
 from verl_profiling.numbers.taught_nothing import taught_nothing
 from verl_profiling.slices.intervals import (
@@ -38,7 +38,7 @@ from verl_profiling.slices.intervals import (
     union,
 )
 from verl_profiling.steps.causes import Explanation, Pieces
-from verl_profiling.steps.lanes import Step
+from verl_profiling.steps.read import Content
 from verl_profiling.steps.trajectory_columns import (
     BEFORE,
     LOOP_LAG,
@@ -52,37 +52,35 @@ _NONE_RAN = "no trajectory"  # time of the tail in which none of its trajectorie
 _MOST_GROUPS = 20
 
 
-def rollout_of(
-    step: Step,
-    records: Records,
-    served: Mapping[int, Request],
-    pieces: Pieces,
-    of_processes: Pieces,
-) -> tuple[Rollout, Explanation] | None:
+def rollout_of(content: Content) -> tuple[Rollout, Explanation] | None:
     """Return the report's section "Rollout", and an object that divides any time by cause.
 
     Return ``None`` if the step has no recorded trajectories.
 
     Args:
-        step: The step.
-        records: The recorded trajectories and their spans.
-        served: The engine's request of each ``generate`` span, by the number of the span.
-        pieces: Time of each trajectory divided by cause, e.g. decode, a tool, loop lag.
-        of_processes: Time of each process outside trajectories, divided by cause.
+        content: What was read of the step.
     """
+    step, records, pieces = content.step, content.records, content.pieces
     trajectories = records.trajectories
     if step.manifest is None or not (trajectories or len(records.spans.begin)):
         return None
-    explanation = Explanation(pieces, of_processes, step.stages, union(*step.served.values()))
+    explanation = Explanation(
+        pieces, content.of_processes, step.stages, union(*step.served.values())
+    )
     columns = [
-        (one.begin_ns, one.end_ns, one.validate, one.cut_begin or one.cut_end)
-        for one in trajectories
+        (
+            trajectory.begin_ns,
+            trajectory.end_ns,
+            trajectory.validate,
+            trajectory.cut_begin or trajectory.cut_end,
+        )
+        for trajectory in trajectories
     ]
     begin, end, validate, is_cut = np.array(columns, dtype=np.int64).reshape(-1, 4).T
     training = np.flatnonzero(validate == 0)
     p50, p99 = percentiles((end - begin)[(validate == 0) & (is_cut == 0)] / 1e9, 50, 99)
     shares = Sharing(pieces.begin, pieces.end, pieces.owner).shares()
-    window = step.during(ROLLOUT)
+    window = step.rollout
     if not len(window):
         window = spans_of([(int(begin.min(initial=step.end_ns)), int(end.max(initial=0)))])
     time = _part_rows(explanation.of(window))
@@ -107,7 +105,7 @@ def rollout_of(
         calls=_call_rows(records),
         blocks=_block_rows(records, pieces.of(np.flatnonzero(is_lag))),
         **_groups(trajectories, pieces, step.begin_ns),
-        **_versions(records, served, step.manifest.policy_version),
+        **_versions(records, content.served, step.manifest.policy_version),
         statuses=_status_rows(records),
         failures=_failure_rows(trajectories),
         polling=polling(step, end[training]),
@@ -174,7 +172,8 @@ def _block_rows(records: Records, lag: Pieces) -> list[BlockRow]:
     """
     blocks = records.blocks
     axes = Axes(int(blocks.loop.max(initial=0)) + 1, blocks.begin, blocks.end, lag.begin, lag.end)
-    held, stood = (axes.put(one.loop, one.begin, one.end) for one in (blocks, lag))
+    held = axes.put(blocks.loop, blocks.begin, blocks.end)
+    stood = axes.put(lag.loop, lag.begin, lag.end)
     rows = []
     for what, (lane, name, function) in enumerate(records.blockers):
         mine = blocks.what == what
@@ -206,7 +205,7 @@ def _groups(trajectories: Sequence[Trajectory], pieces: Pieces, begin_ns: int) -
         pieces: Time of the trajectories by cause.
         begin_ns: Begin of the step (unix ns).
     """
-    training = [number for number, one in enumerate(trajectories) if not one.validate]
+    training = [number for number, trajectory in enumerate(trajectories) if not trajectory.validate]
     by_name = grouped(training, lambda number: trajectories[number].said.group)
     by_name.pop("", None)
     groups = [
@@ -246,7 +245,7 @@ class _Group:
         first_ns: First end of a member.
         last_ns: Last end of a member.
         slowest: Index of the member that ended last.
-        waited_ns: Total time for which members waited for the last one.
+        waited_ns: Total time for which members waited for the last trajectory.
     """
 
     def __init__(self, name: str, members: list[int], trajectories: Sequence[Trajectory]) -> None:
@@ -262,12 +261,12 @@ class _Group:
 def _status_rows(records: Records) -> list[StatusRow]:
     """Return one row per status, training before validation, the largest total time first."""
     whole_ns = Counter[bool]()
-    for one in records.trajectories:
-        whole_ns[one.validate] += one.end_ns - one.begin_ns
-    by_status = grouped(records.trajectories, lambda one: (one.validate, one.status))
+    for trajectory in records.trajectories:
+        whole_ns[trajectory.validate] += trajectory.took_ns
+    by_status = grouped(records.trajectories, attrgetter("validate", "status"))
     rows = []
     for (validate, status), members in by_status.items():
-        ns = sum(one.end_ns - one.begin_ns for one in members)
+        ns = sum(map(attrgetter("took_ns"), members))
         row = StatusRow(
             validate=validate,
             status=status,
@@ -283,7 +282,7 @@ def _failure_rows(trajectories: Sequence[Trajectory]) -> list[FailureRow]:
     """Return the errors of failed and cancelled trajectories, the most frequent first,
     validation last.
     """
-    failed = [one for one in trajectories if one.failed_in is not None]
+    failed = [trajectory for trajectory in trajectories if trajectory.failed_in is not None]
     errors = grouped(failed, _failure)
     rows = []
     for (validate, status, error, span), of in sorted(errors.items()):
@@ -333,10 +332,10 @@ def _versions(
     oldest = Counter[int]()
     newest = Counter[int]()
     partial = 0
-    for number, one in enumerate(records.trajectories):
-        logged = (one.number("min_version"), one.number("max_version"))
+    for number, trajectory in enumerate(records.trajectories):
+        logged = (trajectory.number("min_version"), trajectory.number("max_version"))
         versions = {version for version in logged if version is not None} or of_requests[number]
-        if versions and not one.validate:
+        if versions and not trajectory.validate:
             oldest[min(versions)] += 1
             newest[max(versions)] += 1
             partial += min(versions) < max(versions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from statistics import fmean
 
 import msgspec
@@ -10,6 +11,7 @@ from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import POLLING, WAIT, CaptureResult
 from verl_profiling.numbers.columns import StageRow
 from verl_profiling.slices.intervals import (
+    EMPTY,
     Spans,
     common,
     intersection,
@@ -28,7 +30,7 @@ as operators of an idle process in a CPU trace.
 """
 
 
-def with_parts(rows: list[StageRow], step: Step) -> list[StageRow]:
+def with_parts(rows: Iterable[StageRow], step: Step) -> list[StageRow]:
     """Return the rows of stages, the outermost ones with their parts.
 
     A stage is the time of the loop alone, and the time in which any worker runs. The latter is the
@@ -40,33 +42,36 @@ def with_parts(rows: list[StageRow], step: Step) -> list[StageRow]:
 
 def _times(worker: CaptureResult, step: Step) -> tuple[Spans, Spans, Spans]:
     """Return the time in which a worker runs, its communication, and its waits."""
-    lanes = [lane for lane in step.lanes if lane.source.worker == worker.name]
-    stages = [span for span in worker.stages if not _is_wait(span.name)]
-    waits = time_of(span for span in worker.stages if _is_wait(span.name))
-    runs = union(time_of(stages), time_of(worker.requests), *(lane.busy for lane in lanes))
-    if worker.identity.role == ROLLOUT_ROLE:
-        runs = union(runs, *(lane.iterations[:, :2] for lane in lanes))
-    if not lanes:
-        return runs, runs[:0], waits
-    sent = common([subtract(lane.communication, lane.compute) for lane in lanes])
-    waits = union(waits, common([lane.waiting for lane in lanes]))
-    return runs, subtract(sent, waits), waits
-
-
-def _is_wait(name: str) -> bool:
-    return name.startswith(WAIT) or name == POLLING
+    runs = time_of(worker.requests)
+    waits = EMPTY
+    for span in worker.stages:
+        if span.name.startswith(WAIT) or span.name == POLLING:
+            waits = union(waits, time_of([span]))
+        else:
+            runs = union(runs, time_of([span]))
+    sent: list[Spans] = []
+    waiting: list[Spans] = []
+    for lane in step.lanes_of(worker.name):
+        runs = union(runs, lane.busy)
+        if worker.identity.role == ROLLOUT_ROLE:
+            runs = union(runs, lane.iterations[:, :2])
+        sent.append(subtract(lane.communication, lane.compute))
+        waiting.append(lane.waiting)
+    waits = union(waits, common(waiting))
+    return runs, subtract(common(sent), waits), waits
 
 
 def _with_parts(row: StageRow, step: Step, workers: list[tuple[Spans, Spans, Spans]]) -> StageRow:
     time = step.during(row.name)
     inside = [[intersection(time, part) for part in times] for times in workers]
-    longest = max((length(runs) for runs, _, _ in inside), default=0)
+    longest = max((length(times[0]) for times in inside), default=0)
     inside = [times for times in inside if length(times[0]) > _TAKES_PART * longest]
-    if not inside or not longest:
+    if not inside:
         return row
-    any_us = length(union(*(runs for runs, _, _ in inside))) / 1000
-    sent_us = fmean(length(sent) for _, sent, _ in inside) / 1000
-    own_us = fmean(length(subtract(runs, waits)) for runs, _, waits in inside) / 1000
+    runs, sent, waits = zip(*inside, strict=True)
+    any_us = length(union(*runs)) / 1000
+    sent_us = fmean(map(length, sent)) / 1000
+    own_us = fmean(map(length, map(subtract, runs, waits))) / 1000
     return msgspec.structs.replace(
         row,
         lanes=len(inside),

@@ -4,7 +4,9 @@ and the Gantt chart.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,6 @@ from numpy.typing import NDArray
 
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, POLLING, Manifest
 from verl_profiling.numbers.columns import AroundRow, GanttSpan, Polling, RunningRow, StageRow
-from verl_profiling.numbers.idle_causes import ROLLOUT
 from verl_profiling.slices.intervals import (
     EMPTY,
     Ints,
@@ -38,8 +39,8 @@ PARTS = 240
 """Number of equal parts of the step; a curve has one point per part."""
 
 
-def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
-    """Return a row per stage of the controller, by first begin, and one for the rest of the step.
+def anatomy(step: Step, nobody: Spans = EMPTY) -> Iterator[StageRow]:
+    """Yield a row per stage of the controller, by first begin, and one for the rest of the step.
 
     The time of starting and stopping the capture is a row of its own. All other time is divided
     equally among the outermost stages that run, so the shares of rows with depth 0 add up to 1.
@@ -50,30 +51,29 @@ def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
         nobody: Time in which every lane was idle and no worker was in a stage of its own.
     """
     if not step.stages:
-        return []
-    runs = grouped(step.stages, lambda span: (span.name, span.depth))
+        return
+    runs = grouped(step.stages, attrgetter("name", "depth"))
     capture = within(capture_time(step), step.begin_ns, step.end_ns)
     idle = _without(capture, nobody)
-    within_step = [within(time_of(spans), step.begin_ns, step.end_ns) for spans in runs.values()]
-    times = [_without(capture, time) for time in within_step]
+    times = []
+    outside = subtract(step.whole, capture)
+    for (_, depth), spans in runs.items():
+        time = within(time_of(spans), step.begin_ns, step.end_ns)
+        times.append(_without(capture, time))
+        if depth == 0:
+            outside = subtract(outside, time)
     whole = np.concatenate(times)
-    row_of = np.repeat(np.arange(len(times)), [len(time) for time in times])
+    row_of = np.repeat(np.arange(len(times)), list(map(len, times)))
     depths = np.array([depth for _, depth in runs])
     shares = Sharing(whole[:, 0], whole[:, 1], depths[row_of]).shares()
     parts_ns = np.bincount(row_of, shares, len(times)).tolist()
-    rows = []
     for ((name, depth), spans), time, part_ns in zip(runs.items(), times, parts_ns, strict=True):
         more = {"depth": depth, "idle_us": int(overlaps(time, idle).sum()) / 1000}
-        rows.append(_row(name, len(spans), spans[0].begin_ns, time, part_ns, step, **more))
-    outermost = [time for time, depth in zip(within_step, depths, strict=True) if depth == 0]
-    rest = subtract(step.whole, union(*outermost, capture))
-    for name, time in ((CAPTURE_CALLS, capture), (OUTSIDE_STAGES, rest)):
-        if len(time):
-            begin_ns = int(time[0, 0])
-            rows.append(_row(name, len(time), begin_ns, time, length(time), step))
-        elif name == OUTSIDE_STAGES:
-            rows.append(_row(name, 0, step.begin_ns, time, 0, step))
-    return rows
+        yield _row(name, len(spans), spans[0].begin_ns, time, part_ns, step, **more)
+    for name, time in ((CAPTURE_CALLS, capture), (OUTSIDE_STAGES, outside)):
+        if len(time) or name == OUTSIDE_STAGES:
+            begin_ns = int(np.append(time[:, 0], step.begin_ns)[0])
+            yield _row(name, len(time), begin_ns, time, length(time), step)
 
 
 def _without(capture: Spans, time: Spans) -> Spans:
@@ -123,37 +123,34 @@ def capture_time(step: Step) -> Spans:
     return union(pauses, subtract(time_of(step.manifest.rpcs), whole), elsewhere, *inside)
 
 
-def around_rows(manifest: Manifest) -> list[AroundRow]:
-    """Return a row for each pause and each outermost stage around the step, sorted by begin."""
+def around_rows(manifest: Manifest) -> Iterator[AroundRow]:
+    """Yield a row for each pause and each outermost stage around the step, sorted by begin."""
     outermost = [span for span in manifest.around_the_step if span.depth == 0]
-    runs = grouped(sorted(outermost, key=lambda span: span.begin_ns), lambda span: span.name)
-    return [
-        AroundRow(
+    runs = grouped(sorted(outermost, key=attrgetter("begin_ns")), attrgetter("name"))
+    for name, spans in runs.items():
+        yield AroundRow(
             name=name,
             runs=len(spans),
             begin_us=(spans[0].begin_ns - manifest.begin_ns) / 1000,
             duration_us=sum(span.end_ns - span.begin_ns for span in spans) / 1000,
         )
-        for name, spans in runs.items()
-    ]
 
 
-def percent(spans: Spans, begin_ns: int, end_ns: int) -> list[int]:
+def percent(spans: Spans, step: Step) -> list[int]:
     """Return how much (0 to 100%) of each of 240 parts of the step disjoint spans cover."""
-    return [int(share) for share in np.rint(100 * _running(spans, begin_ns, end_ns))]
+    observed = covered_before(step.whole, spans)
+    return [int(share) for share in np.rint(100 * _running(observed, 0, step.span_ns))]
 
 
-def requests_running(step: Step) -> list[RunningRow]:
-    """Return each replica's mean number of unfinished requests in each of 240 parts of the step."""
-    served = ((worker.name, request) for worker in step.of_capture for request in worker.requests)
-    rows = []
-    for (replica, name), of in sorted(
-        grouped(served, lambda one: (one[1].replica, one[0])).items()
-    ):
-        spans = np.array([(one.begin_ns, one.end_ns) for _, one in of], np.int64)
-        means = _running(spans, step.begin_ns, step.end_ns)
-        rows.append(RunningRow(worker=name, replica=replica, requests=means.round(2).tolist()))
-    return rows
+def requests_running(step: Step) -> Iterator[RunningRow]:
+    """Yield each replica's mean number of unfinished requests in each of 240 parts of the step."""
+    runs = defaultdict[tuple[int, str], list[tuple[int, int]]](list)
+    for worker in step.of_capture:
+        for request in worker.requests:
+            runs[request.replica, worker.name].append((request.begin_ns, request.end_ns))
+    for (replica, name), spans in sorted(runs.items()):
+        means = _running(np.array(spans, np.int64), step.begin_ns, step.end_ns)
+        yield RunningRow(worker=name, replica=replica, requests=means.round(2).tolist())
 
 
 def _running(spans: Spans, begin_ns: int, end_ns: int) -> NDArray[np.float64]:
@@ -174,7 +171,7 @@ def polling(step: Step, ends: Ints) -> Polling | None:
         step: The step.
         ends: Ends of the training trajectories (unix ns).
     """
-    rollout = step.during(ROLLOUT)
+    rollout = step.rollout
     pauses = np.array(
         [(span.begin_ns, span.end_ns) for span in step.stages if span.name == POLLING], np.int64
     ).reshape(-1, 2)
@@ -198,10 +195,9 @@ def polling(step: Step, ends: Ints) -> Polling | None:
 
 def gantt(step: Step) -> Iterator[GanttSpan]:
     """Yield the bars of the Gantt chart: runs of the controller's stages, then of each worker's."""
-    for lane, stages in (
-        ("controller", step.stages),
-        *((one.name, one.stages) for one in step.workers),
-    ):
+    processes = [("controller", step.stages)]
+    processes += map(attrgetter("name", "stages"), step.workers)
+    for lane, stages in processes:
         for span, row in stages_by_row(stages):
             yield GanttSpan(
                 lane=lane,

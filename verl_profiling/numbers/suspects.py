@@ -11,13 +11,15 @@ stage or step.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from statistics import fmean, median
+from typing import Any
 
-import msgspec
+from msgspec.structs import asdict, replace
 
 from verl_profiling.capture_request import Trigger
 from verl_profiling.manifest import StageSpan
@@ -59,12 +61,11 @@ def requested_of(
     trigger = manifest.trigger
     if trigger.kind == "schedule" and not (trigger.sign or trigger.request):
         return None, []
-    peers, rows = _compared(trigger, step)
-    request = RequestedCapture(**msgspec.structs.asdict(trigger))
+    facts = asdict(trigger)
+    facts["peers"], rows = _compared(trigger, step)
     last, waited_s = _last_rank(trigger, step, calls)
-    request = msgspec.structs.replace(
-        request,
-        peers=peers,
+    request = RequestedCapture(
+        **facts,
         only=_recorded_stages(trigger, step),
         when=local_time(manifest.begin_ns),
         last=last,
@@ -105,12 +106,15 @@ def _peers(trigger: Trigger, suspects: Sequence[_Process], step: Step) -> list[_
     """
     roles = {suspect.role for suspect in suspects}
     suspected = {suspect.worker for suspect in suspects}
-    workers = [worker.name for worker in step.workers if worker.identity.role in roles]
-    for names in (trigger.peers, [name for name in workers if name not in suspected]):
+    others = []
+    for worker in step.workers:
+        if worker.identity.role in roles and worker.name not in suspected:
+            others.append(worker.name)
+    for names in (trigger.peers, others):
         peers = [process for process in _named(names, step) if process.recorded]
         if peers:
-            return peers
-    return []
+            break
+    return peers
 
 
 def _recorded_stages(trigger: Trigger, step: Step) -> list[str]:
@@ -118,8 +122,11 @@ def _recorded_stages(trigger: Trigger, step: Step) -> list[str]:
 
     Empty for a capture of the whole step.
     """
-    artifacts = chain.from_iterable(worker.artifacts for worker in step.workers)
-    recorded = {artifact.stage for artifact in artifacts if artifact.stage}
+    recorded = set()
+    for worker in step.workers:
+        for artifact in worker.artifacts:
+            if artifact.stage:
+                recorded.add(artifact.stage)
     if not trigger.stage or not recorded:
         return []
     return [trigger.stage, *sorted(recorded - {trigger.stage})]
@@ -131,9 +138,11 @@ def _named(names: Sequence[str], step: Step) -> Iterator[_Process]:
     if step.stages:
         workers["controller"] = "controller"
     for worker in step.workers:
-        lanes = (worker.identity.lane(), *(artifact.lane for artifact in worker.artifacts))
-        workers |= dict.fromkeys(lanes, worker.name)
-    workers |= {worker.name: worker.name for worker in step.workers}
+        workers[worker.identity.lane()] = worker.name
+        for artifact in worker.artifacts:
+            workers[artifact.lane] = worker.name
+    for worker in step.workers:
+        workers[worker.name] = worker.name
     for name in dict.fromkeys(names):
         if name in workers:
             yield _Process(name, workers[name], step)
@@ -157,7 +166,11 @@ class _Process:
         self.results = [result for result in step.workers if result.name == worker]
         self.stages = step.stages
         if self.results:
-            self.stages = list(chain.from_iterable(result.stages for result in self.results))
+            self.stages = list(self._all("stages"))
+
+    def _all(self, field: str) -> Iterator[Any]:
+        """Return the items of a list that each result of the worker has."""
+        return chain.from_iterable(map(attrgetter(field), self.results))
 
     @property
     def role(self) -> str:
@@ -169,7 +182,7 @@ class _Process:
     @cached_property
     def lanes(self) -> list[Lane]:
         """The lanes of the process, without those whose device's work is unknown."""
-        lanes = [lane for lane in self.step.lanes if lane.source.worker == self.worker]
+        lanes = self.step.lanes_of(self.worker)
         named = [lane for lane in lanes if self.name in (lane.name, lane.source.lane)]
         return [lane for lane in named or lanes if not lane.is_unknown]
 
@@ -179,8 +192,7 @@ class _Process:
 
         Without these, only its memory could be compared.
         """
-        artifacts = chain.from_iterable(result.artifacts for result in self.results)
-        is_written = any(artifact.status == "ok" for artifact in artifacts)
+        is_written = "ok" in map(attrgetter("status"), self._all("artifacts"))
         return bool(self.stages or self.lanes) or is_written
 
     @cached_property
@@ -190,7 +202,7 @@ class _Process:
 
     def ran(self, stage: str) -> bool:
         """Return whether the process completed a stage of its own with this name."""
-        return any(span.name == stage for span in self.ended)
+        return stage in map(attrgetter("name"), self.ended)
 
     def window(self, stage: str) -> Spans:
         """Return the process's time in a stage (``""``: in the step), without starts and stops of
@@ -203,8 +215,7 @@ class _Process:
             time = self.step.whole
             if stage:
                 time = self.step.during(stage)
-        tools = chain.from_iterable(result.tool_spans for result in self.results)
-        return subtract(time, time_of(tools))
+        return subtract(time, time_of(self._all("tool_spans")))
 
     def worked_s(self, stage: str) -> float | None:
         """Return the seconds that the process worked in a stage: without waits for other ranks.
@@ -240,7 +251,10 @@ class _Process:
                 parts[f"idle: {cause_name(cause)}"] = idle
             for name, time in parts.items():
                 totals[name] += length(intersection(time, window))
-        return {name: ns / len(self.lanes) / 1e9 for name, ns in totals.items()}
+        return self._means_s(totals)
+
+    def _means_s(self, totals_ns: Counter[str]) -> dict[str, float]:
+        return {name: ns / len(self.lanes) / 1e9 for name, ns in totals_ns.items()}
 
     def kernels_s(self, stage: str) -> dict[str, float]:
         """Return the self time (s) of each kernel in a stage (``""``: in the step), as the lanes'
@@ -249,23 +263,24 @@ class _Process:
         totals: Counter[str] = Counter()
         for lane in self.lanes:
             for (place, name), (_, self_ns) in lane.ops.items():
-                if stage in ("", place):
+                if self_ns and stage in ("", place):
                     totals[name] += self_ns
-        return {name: ns / len(self.lanes) / 1e9 for name, ns in totals.items() if ns}
+        return self._means_s(totals)
 
     def requests_s(self) -> dict[str, float]:
         """Return the median seconds of an engine's requests, and of a token of their responses.
 
         Failed requests are left out.
         """
-        requests = chain.from_iterable(result.requests for result in self.results)
-        whole = [request for request in requests if not request.failed]
-        tokens_us = map(per_token_us, whole)
-        times_s = {
-            "a request": [(request.end_ns - request.begin_ns) / 1e9 for request in whole],
-            "a token": [us / 1e6 for us in tokens_us if us is not None],
-        }
-        return {name: median(times) for name, times in times_s.items() if times}
+        times_s = defaultdict[str, list[float]](list)
+        for request in self._all("requests"):
+            if request.failed:
+                continue
+            times_s["a request"].append((request.end_ns - request.begin_ns) / 1e9)
+            token_us = per_token_us(request)
+            if token_us is not None:
+                times_s["a token"].append(token_us / 1e6)
+        return {name: median(times) for name, times in times_s.items()}
 
     def peaks(self, stage: str) -> dict[str, float]:
         """Return the process's memory peaks (bytes) by name: in the stage if known, else in any."""
@@ -299,28 +314,25 @@ class _Comparison:
         """Yield a row per quantity: the suspect's value and its peers' median; no short times."""
         suspect, peers, stage = self.suspect, self.peers, self.stage
         parts = [peer.parts_s(stage) for peer in self.alike]
-        times = [*self._stages(), *self._rows("time", suspect.parts_s(stage), parts)]
-        times += self._kernels()
+        of_parts = self._rows("time", suspect.parts_s(stage), parts)
         least_s = _SMALL * suspect.step.span_ns / 1e9
-        for row in times:
+        for row in chain(self._stages(), of_parts, self._kernels()):
             if max(row.value, row.peer_value or 0.0) >= least_s:
                 yield row
         yield from self._rows("request", suspect.requests_s(), [p.requests_s() for p in peers])
         peaks = [peer.peaks(stage) for peer in peers]
         for row in self._rows("memory", suspect.peaks(stage), peaks):
-            yield msgspec.structs.replace(row, unit="bytes")
+            yield replace(row, unit="bytes")
 
-    def _stages(self) -> list[SuspectRow]:
-        """Return rows of the slow stage and the suspect's outermost stages; else of the step."""
+    def _stages(self) -> Iterator[SuspectRow]:
+        """Yield rows of the slow stage and the suspect's outermost stages; else of the step."""
         suspect = self.suspect
         outermost = [span.name for span in suspect.stages if span.depth == 0]
         names = list(filter(None, dict.fromkeys([self.stage, *outermost]))) or [""]
-        rows = []
         for name in names:
             alike = [peer for peer in self.peers if peer.ran(name) == suspect.ran(name)]
             worked_s = [{name: peer.worked_s(name)} for peer in alike]
-            rows += self._rows("stage", {name: suspect.worked_s(name)}, worked_s)
-        return rows
+            yield from self._rows("stage", {name: suspect.worked_s(name)}, worked_s)
 
     def _kernels(self) -> list[SuspectRow]:
         """Return rows of the kernels that differ most: in the slow stage, if any ran there."""
@@ -340,22 +352,26 @@ class _Comparison:
         kind: Kind,
         numbers: Mapping[str, float | None],
         of_peers: Sequence[Mapping[str, float | None]],
-    ) -> list[SuspectRow]:
-        """Return a row for each known number of the suspect, with the median of the peers that have
+    ) -> Iterator[SuspectRow]:
+        """Yield a row for each known number of the suspect, with the median of the peers that have
         the number.
         """
-        rows = []
         for name, value in numbers.items():
+            if value is None:
+                continue
             of_name = [peer.get(name) for peer in of_peers]
-            known = [number for number in of_name if number is not None]
-            if value is not None:
-                row = SuspectRow(
-                    suspect=self.suspect.name,
-                    peers=self.peers[0].name if len(self.peers) == 1 else f"median of {len(known)}",
-                    kind=kind,
-                    name=name or "the step",
-                    value=value,
-                    peer_value=median(known) if known else None,
-                )
-                rows.append(row)
-        return rows
+            values = [number for number in of_name if number is not None]
+            usual = None
+            if values:
+                usual = median(values)
+            peers = self.peers[0].name
+            if len(self.peers) > 1:
+                peers = f"median of {len(values)}"
+            yield SuspectRow(
+                suspect=self.suspect.name,
+                peers=peers,
+                kind=kind,
+                name=name or "the step",
+                value=value,
+                peer_value=usual,
+            )

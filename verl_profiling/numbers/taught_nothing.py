@@ -6,8 +6,10 @@ E.g. samples of one prompt with equal rewards have no advantage over each other.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from math import isfinite
+from operator import attrgetter
 from typing import Any
 
 from verl_profiling.manifest import StageSpan, Work
@@ -33,34 +35,33 @@ def _reward_of(trajectory: Trajectory) -> float | None:
 
 def taught_nothing(trajectories: Iterable[Trajectory]) -> dict[str, Any]:
     """Return the fields of ``Rollout`` on training trajectories that taught nothing."""
-    training = [one for one in trajectories if not one.validate]
-    rewards = [_reward_of(one) for one in training]
-    known = len(rewards) - rewards.count(None)
-    return {"nothing": _rows(training), "rewarded": known}
+    training = [trajectory for trajectory in trajectories if not trajectory.validate]
+    rewards = list(map(_reward_of, training))
+    return {"nothing": _rows(training), "rewarded": len(rewards) - rewards.count(None)}
 
 
 def _rows(training: Sequence[Trajectory]) -> list[NothingRow]:
     """Return the time of training trajectories that taught nothing, by reason."""
-    causes: dict[str, list[Trajectory]] = {}
-    for group, members in grouped(training, lambda one: one.said.group).items():
+    causes = defaultdict[str, list[Trajectory]](list)
+    for group, members in grouped(training, attrgetter("said.group")).items():
         is_equal = group != "" and _is_equal(members)
-        for one in members:
-            if one.status not in KEPT:
-                causes.setdefault(one.status, []).append(one)
+        for trajectory in members:
+            if trajectory.status not in KEPT:
+                causes[trajectory.status].append(trajectory)
             elif is_equal:
-                causes.setdefault(EQUAL, []).append(one)
-            elif one.said.facts.get("truncated") is True:
-                causes.setdefault(TRUNCATED, []).append(one)
-    whole_ns = sum(one.end_ns - one.begin_ns for one in training)
+                causes[EQUAL].append(trajectory)
+            elif trajectory.said.facts.get("truncated") is True:
+                causes[TRUNCATED].append(trajectory)
+    whole_ns = sum(map(attrgetter("took_ns"), training))
     rows = []
     for cause, members in causes.items():
-        took_ns = sum(one.end_ns - one.begin_ns for one in members)
+        took_ns = sum(map(attrgetter("took_ns"), members))
         row = NothingRow(
             cause=cause,
             seconds=took_ns / 1e9,
             share=took_ns / max(whole_ns, 1),
             trajectories=len(members),
-            groups=len({one.said.group for one in members}),
+            groups=len(set(map(attrgetter("said.group"), members))),
         )
         rows.append(row)
     return sorted(rows, key=lambda row: -row.seconds)
@@ -68,10 +69,12 @@ def _rows(training: Sequence[Trajectory]) -> list[NothingRow]:
 
 def _is_equal(members: Sequence[Trajectory]) -> bool:
     """Return whether the used samples of a group, two or more, ended with the same reward."""
-    kept = [one for one in members if one.status in KEPT]
-    rewards = {_reward_of(one) for one in kept}
-    has_ended = not any(one.cut_end or one.status == "running" for one in kept)
-    return len(kept) > 1 and len(rewards) == 1 and None not in rewards and has_ended
+    kept = [trajectory for trajectory in members if trajectory.status in KEPT]
+    for trajectory in kept:
+        if trajectory.cut_end or trajectory.status == "running":
+            return False
+    rewards = set(map(_reward_of, kept))
+    return len(kept) > 1 and len(rewards) == 1 and None not in rewards
 
 
 def useless_training(step: Step) -> list[UselessRow]:
@@ -80,34 +83,43 @@ def useless_training(step: Step) -> list[UselessRow]:
     Runs with known advantages or masks count. Of nested runs, such as mini-batches and their
     micro-batches, the innermost ones count.
     """
-    found: dict[str, list[tuple[float, Work]]] = {}
+    of_stages = defaultdict[str, list[tuple[float, Work]]](list)
     for worker in step.workers:
         for stage, span in _innermost(worker.stages):
             took_s = (span.end_ns - span.begin_ns) / 1e9
-            found.setdefault(stage, []).append((took_s, span.work or Work()))
+            of_stages[stage].append((took_s, span.work or Work()))
     rows = []
-    for stage, runs in found.items():
-        whole_s = sum(took_s for took_s, _ in runs)
+    for stage, runs in of_stages.items():
+        whole_s = sum(took_s for took_s, _ in runs) or 1.0
         for cause, field in _LEARNED.items():
-            each = [(took_s, getattr(work, field) or 0, work.tokens or 1) for took_s, work in runs]
-            seconds = sum(took_s * many / of for took_s, many, of in each)
-            tokens, share = sum(many for _, many, _ in each), seconds / (whole_s or 1.0)
-            row = UselessRow(stage=stage, cause=cause, tokens=tokens, seconds=seconds, share=share)
+            tokens = 0
+            seconds = 0.0
+            for took_s, work in runs:
+                useless = getattr(work, field) or 0
+                tokens += useless
+                seconds += took_s * useless / (work.tokens or 1)
             if tokens:
-                rows.append(row)
+                share = seconds / whole_s
+                rows.append(
+                    UselessRow(
+                        stage=stage, cause=cause, tokens=tokens, seconds=seconds, share=share
+                    )
+                )
     return sorted(rows, key=lambda row: -row.seconds)
 
 
 def _innermost(stages: Iterable[StageSpan]) -> list[tuple[str, StageSpan]]:
     """Return the innermost runs with known advantages or masks, with their outermost stage."""
-    found: list[tuple[str, StageSpan]] = []
+    innermost: list[tuple[str, StageSpan]] = []
     outermost = ""
-    for span in sorted(stages, key=lambda span: (span.begin_ns, span.depth)):
+    for span in sorted(stages, key=attrgetter("begin_ns", "depth")):
         if not span.depth:
             outermost = span.name
         if span.work is None or span.work.useless_share is None:
             continue
-        if found and span.begin_ns < found[-1][1].end_ns and span.depth > found[-1][1].depth:
-            found.pop()
-        found.append((outermost, span))
-    return found
+        if innermost:
+            _, before = innermost[-1]
+            if span.begin_ns < before.end_ns and span.depth > before.depth:
+                innermost.pop()
+        innermost.append((outermost, span))
+    return innermost

@@ -60,9 +60,7 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         lane.idle = idle_causes.lost_by_cause(lane, step, tail)
     devices = [(lanes, lane_rows.lost_of_device(lanes)) for lanes in lane_rows.shared_devices(step)]
     device_rows = [lane_rows.device_row(lanes, causes) for lanes, causes in devices]
-    rollout, explanation = rollout_of(
-        step, content.records, content.served, content.pieces, content.of_processes
-    ) or (None, None)
+    rollout, explanation = rollout_of(content) or (None, None)
     nobody = common([lane.idle["other_stages"] for lane in step.lanes])
     unmatched_ns = sum(map(length, collectives.unmatched(step, calls).values()))
     unmatched_ns += collectives.whole_graphs_ns(step.lanes)
@@ -77,7 +75,7 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         of_manifest["replicas"] = replicas
         capture = inputs.capture or inputs.manifest
         of_manifest["timeline_begin_ns"] = step.begin_ns - zero_ns(capture.begin_ns)
-    work = work_rows(step)
+    work = list(work_rows(step))
     info = known_run(inputs.directory.parent)
     achieved = Achieved(step, work, info.config if info else {})
     report = NotebookReport(
@@ -144,9 +142,9 @@ def _of_manifest(manifest: Manifest, step: Step) -> dict[str, Any]:
         "measures": [
             row for worker in manifest.workers for row in capture_rows.measures_of(worker)
         ],
-        "costs": capture_rows.costs(manifest),
-        "running": stage_rows.requests_running(step),
-        "around_the_step": stage_rows.around_rows(manifest),
+        "costs": list(capture_rows.costs(manifest)),
+        "running": list(stage_rows.requests_running(step)),
+        "around_the_step": list(stage_rows.around_rows(manifest)),
     }
 
 
