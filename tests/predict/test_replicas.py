@@ -18,6 +18,7 @@ from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.run_files import read_manifest
+from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Request, StageSpan
 from verl_profiling.predict.prediction import Prediction
 
@@ -138,6 +139,8 @@ def test_the_report_says_how_many_requests_a_replica_should_get(
 ) -> None:
     """With an iteration of 4 ms and 1 ms a request, 16 requests make a fifth more than 8."""
     drawn(tmp_path, served(LENGTHS, seconds))
+    loop = WorkerIdentity(role="agent_loop")  # in whose process the engine of a replay is
+    rewrite_worker(tmp_path, "rollout0", artifacts=[], identity=loop)
     (knee,) = (one for one in open_step(tmp_path).report().findings if one.rule == "knee")
     assert knee.text.endswith(f" to 32 requests at once; {text}")
     assert advice in knee.advice

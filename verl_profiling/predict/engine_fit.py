@@ -132,12 +132,12 @@ class Engines(NamedTuple):
         ]
 
 
-def fitted(recorded: Replay, replicas: int) -> Engines:
+def fitted(recorded: Replay, replicas: int | None = None) -> Engines:
     """Return the engines of a step, fitted to its requests.
 
     Args:
         recorded: The step with the recorded replicas.
-        replicas: Number of replicas of the prediction.
+        replicas: Number of replicas of the prediction; by default, that of the step.
 
     Raises:
         ConfigError: The step lacks tokens or whole requests, or engines serve one at a time.
@@ -165,7 +165,7 @@ def fitted(recorded: Replay, replicas: int) -> Engines:
         served = [request._replace(queue=[]) for request in served]
     few, many = _usual(np.bincount(load.running, load.took_ns).astype(np.float64))
     knots = np.unique([few, (few + many) // 2, many])
-    more = load.replicas / replicas
+    more = load.replicas / (replicas or load.replicas)
     low, likely, high = _curves(load, knots, more)
     between = np.diff(likely) / np.diff(knots) if few < many else likely / knots / 2
     rising = (low[-1] - low[-2]) / (knots[-1] - knots[-2]) if few < many else 0.0

@@ -104,8 +104,8 @@ def _on_replicas(
         assumed: Sentences on what is assumed; those on engines are added to it.
         notes: Sentences on extrapolation; those on engines are added to it.
     """
-    replicas = changes.replicas or len(recorded.graph.engines)
-    engines = fitted(recorded, replicas)
+    engines = fitted(recorded, changes.replicas)
+    replicas = changes.replicas or engines.load.replicas
     if changes.concurrency is not None:
         engines = engines._replace(slots=changes.concurrency)
     random = np.random.default_rng(0)

@@ -185,6 +185,7 @@ def with_predictions(report: Report, content: Content) -> tuple[Report, Graph | 
     try:
         graph = graph_of(content)
         prediction = visible_text_of(predict(graph))
+        knee = list(_knee(report, graph, prediction))
     except Exception as error:
         problem = (
             f"no critical path and no changes that would help: {type(error).__name__}: {error}"
@@ -194,7 +195,7 @@ def with_predictions(report: Report, content: Content) -> tuple[Report, Graph | 
     rows: dict[str, Any] = {
         "what_would_help": prediction.what_would_help,
         "critical_path": prediction.path,
-        "findings": [*report.findings, *_knee(report, graph, prediction)][:LIMIT],
+        "findings": [*report.findings, *knee][:LIMIT],
     }
     return msgspec.structs.replace(report, **rows), graph
 
@@ -207,7 +208,7 @@ def _knee(report: Report, graph: Graph, prediction: Prediction) -> Iterator[Find
         return
     recorded = replay(graph)
     try:
-        knee = knee_of(recorded, fitted(recorded, len(graph.engines)))
+        knee = knee_of(recorded, fitted(recorded))
     except ConfigError:  # no requests, or they do not show it
         return
     if knee is not None:
