@@ -92,7 +92,8 @@ async def rates(load: Load, server: LimitedServer, settings: dict[str, Any]) -> 
     captures = {}
     for limit in LIMITS:
         LimitedServer.limit = asyncio.Semaphore(limit)
-        (captures[limit],) = await replay(load, [server], settings, step=limit)
+        own = {**settings, "save_path": f"{settings['save_path']}/{limit}"}
+        (captures[limit],) = await replay(load, [server], own, step=limit)
     return captures
 
 

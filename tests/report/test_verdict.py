@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import random
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +17,7 @@ from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
 from verl_profiling.watch.sinks import WatchLog
 
+MEMORY_TRACE = Path(__file__).parents[1] / "data" / "h100" / "memory.torch.json.gz"
 STARTS_MS = (980, 1010, 1040, 995, 1020)  # of a step, of five starts of one configuration
 
 
@@ -85,3 +88,15 @@ def test_one_run_a_side_is_held_against_starts_elsewhere(
 def test_both_sides_have_a_path(paths: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", *paths]) == 2
     assert "two paths, or several a side: RUN_A... -- RUN_B..." in capsys.readouterr().err
+
+
+def test_a_renamed_kernel_is_no_new_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kernels are those of the operator that launched them, where their names differ."""
+    trace = gzip.decompress(MEMORY_TRACE.read_bytes())
+    (tmp_path / "a.json").write_bytes(trace)
+    (tmp_path / "b.json").write_bytes(trace.replace(b"sm80_xmma", b"sm90_xmma"))
+    main(["diff", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--json"])
+    changes = json.loads(capsys.readouterr().out)["changes"]
+    kernels = {change["name"]: change for change in changes if change["kind"] == "kernel"}
+    assert not [name for name in kernels if "xmma" in name]
+    assert kernels["kernels of aten::mm"]["change_s"] == 0

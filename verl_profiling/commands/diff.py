@@ -36,8 +36,10 @@ from verl_profiling.predict.explain import explain
 from verl_profiling.predict.step_graph import Graph
 from verl_profiling.report.diff import LEAST_S, Change, Diff, compare, print_diff
 from verl_profiling.report.model import Report
+from verl_profiling.report.renamed_kernels import renamed_kernels
 from verl_profiling.report.verdict import differences
 from verl_profiling.steps.inputs import how_to_capture, is_step, is_uncaptured, the_run
+from verl_profiling.steps.step import Source
 from verl_profiling.units import duration, visible
 
 
@@ -72,6 +74,7 @@ def run(arguments: argparse.Namespace) -> bool:
         logs if is_logged else ((), ()),
         _explained(before, after),
         differences(_joined(before, "infos"), _joined(after, "infos")),
+        _renamed(before, after),
     )
     is_well = all(run.is_well for run in runs)
     verdict = ""
@@ -137,6 +140,7 @@ class _Run(NamedTuple):
     graphs: list[Graph]
     logged: list[StepSummary]
     infos: list[RunInfo]
+    sources: Sequence[Source] = ()
     is_well: bool = True
 
 
@@ -158,7 +162,20 @@ def _run_at(path: Path, arguments: argparse.Namespace) -> _Run:
     logged = watched(run)[0] if run.is_dir() else []
     if len(graphs) < len(steps):
         graphs = []
-    return _Run(path, [report for _, report in steps], graphs, logged, infos, work.is_well)
+    reports = [report for _, report in steps]
+    sources = [source for capture in work.steps for source in capture.inputs.sources]
+    return _Run(path, reports, graphs, logged, infos, sources, work.is_well)
+
+
+def _renamed(before: Sequence[_Run], after: Sequence[_Run]) -> dict[str, str]:
+    """Return a common name for kernels that one side has, by the operator of both."""
+    old, new = (
+        {row.name for report in _joined(side, "reports") for row in report.kernels}
+        for side in (before, after)
+    )
+    return renamed_kernels(
+        old - new, new - old, _joined(before, "sources"), _joined(after, "sources")
+    )
 
 
 def _joined(runs: Sequence[_Run], name: str) -> list[Any]:

@@ -224,6 +224,7 @@ def compare(
     logged: tuple[_Logs, _Logs] = ((), ()),
     explained: Mapping[str, tuple[float, float]] = MappingProxyType({}),
     differs: str = "",
+    kernels: Mapping[str, str] = MappingProxyType({}),
 ) -> Diff:
     """Compare the steps of A (before) and B (after).
 
@@ -234,11 +235,12 @@ def compare(
         explained: What each part (a stage, or a kind of trajectories' time) adds to the step's
             change (s), and the noise of that (s).
         differs: Versions and settings that differ, as text.
+        kernels: Common names of kernels whose names differ, by their own.
     """
     changes: list[Change] = []
     scaling: Scaling | None = None
     is_one_run = bool(_folders(before) & _folders(after))
-    sides = (_runs_of(before), _runs_of(after))
+    sides = (_runs_of(before, kernels), _runs_of(after, kernels))
     if before and after:
         _join(*sides)
         changes = _changes(*sides)
@@ -277,11 +279,11 @@ def _folders(reports: Sequence[Report]) -> set[Path]:
     return {Path(report.directory).parent for report in reports}
 
 
-def _runs_of(reports: Sequence[Report]) -> list[_Run]:
+def _runs_of(reports: Sequence[Report], kernels: Mapping[str, str]) -> list[_Run]:
     """Return the numbers of each step, by run."""
     runs = defaultdict[Path, _Run](list)
     for report in reports:
-        runs[Path(report.directory).parent].append(_numbers_of(report))
+        runs[Path(report.directory).parent].append(_numbers_of(report, kernels))
     return list(runs.values())
 
 
@@ -367,7 +369,7 @@ def _join(*sides: list[_Run]) -> None:
             numbers["trajectory", whole] = numbers.get(("trajectory", whole), 0.0) + part_s
 
 
-def _numbers_of(report: Report) -> _Numbers:
+def _numbers_of(report: Report, kernels: Mapping[str, str]) -> _Numbers:
     numbers = {("step", STEP): report.span_us / 1e6}  # first: ``compare`` takes its change
     for stage in report.stages:
         numbers["stage", stage.name] = stage.duration_us / 1e6
@@ -382,7 +384,7 @@ def _numbers_of(report: Report) -> _Numbers:
             if not cause.validate:
                 numbers["trajectory", cause.cause] = cause.seconds
     for kernel in report.kernels:
-        key = ("kernel", kernel.name)
+        key = ("kernel", kernels.get(kernel.name, kernel.name))
         numbers[key] = numbers.get(key, 0.0) + kernel.self_us / 1e6
     return numbers
 
