@@ -1,5 +1,6 @@
 """The stages of a step: rows of the controller's stages, stages around the step,
-and the Gantt chart.
+and the Gantt chart. A row has the parts of the stage's time that more lanes do not shorten, and the
+part that they do.
 """
 
 from __future__ import annotations
@@ -7,18 +8,29 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from operator import attrgetter
+from statistics import fmean
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, POLLING, Manifest
+from verl_profiling.identity import ROLLOUT_ROLE
+from verl_profiling.manifest import (
+    CAPTURE_START,
+    CAPTURE_STOP,
+    POLLING,
+    WAIT,
+    CaptureResult,
+    Manifest,
+)
 from verl_profiling.numbers.columns import AroundRow, GanttSpan, Polling, RunningRow, StageRow
 from verl_profiling.slices.intervals import (
     EMPTY,
     Ints,
     Sharing,
     Spans,
+    common,
     covered_before,
     crowded,
     grouped,
@@ -38,6 +50,13 @@ OUTSIDE_STAGES = "(outside stages)"
 PARTS = 240
 """Number of equal parts of the step; a curve has one point per part."""
 
+_WITHOUT_LANE = ["trajectories"]
+"""Tools of a process that runs trajectories: environments and rewards, without an accelerator."""
+_TAKES_PART = 0.05
+"""Least time of a worker in a stage, as a share of the longest worker's: less is none of its work,
+as operators of an idle process in a CPU trace.
+"""
+
 
 def anatomy(step: Step, nobody: Spans = EMPTY) -> Iterator[StageRow]:
     """Yield a row per stage of the controller, by first begin, and one for the rest of the step.
@@ -52,6 +71,7 @@ def anatomy(step: Step, nobody: Spans = EMPTY) -> Iterator[StageRow]:
     """
     if not step.stages:
         return
+    workers = [_times(worker, step) for worker in step.workers if worker.tools != _WITHOUT_LANE]
     runs = grouped(step.stages, attrgetter("name", "depth"))
     capture = within(capture_time(step), step.begin_ns, step.end_ns)
     idle = _without(capture, nobody)
@@ -69,7 +89,10 @@ def anatomy(step: Step, nobody: Spans = EMPTY) -> Iterator[StageRow]:
     parts_ns = np.bincount(row_of, shares, len(times)).tolist()
     for ((name, depth), spans), time, part_ns in zip(runs.items(), times, parts_ns, strict=True):
         more = {"depth": depth, "idle_us": int(overlaps(time, idle).sum()) / 1000}
-        yield _row(name, len(spans), spans[0].begin_ns, time, part_ns, step, **more)
+        row = _row(name, len(spans), spans[0].begin_ns, time, part_ns, step, **more)
+        if depth == 0:
+            row = _with_parts(row, step, workers)
+        yield row
     for name, time in ((CAPTURE_CALLS, capture), (OUTSIDE_STAGES, outside)):
         if len(time) or name == OUTSIDE_STAGES:
             begin_ns = int(np.append(time[:, 0], step.begin_ns)[0])
@@ -94,6 +117,53 @@ def _row(
         duration_us=length(time) / 1000,
         share=part_ns / max(step.span_ns, 1),
         **more,
+    )
+
+
+def _times(worker: CaptureResult, step: Step) -> tuple[Spans, Spans, Spans]:
+    """Return the time in which a worker runs, its communication, and its waits."""
+    runs = time_of(worker.requests)
+    waits = EMPTY
+    for span in worker.stages:
+        if span.name.startswith(WAIT) or span.name == POLLING:
+            waits = union(waits, time_of([span]))
+        else:
+            runs = union(runs, time_of([span]))
+    sent: list[Spans] = []
+    waiting: list[Spans] = []
+    for lane in step.lanes_of(worker.name):
+        runs = union(runs, lane.busy)
+        if worker.identity.role == ROLLOUT_ROLE:
+            runs = union(runs, lane.iterations[:, :2])
+        sent.append(subtract(lane.communication, lane.compute))
+        waiting.append(lane.waiting)
+    waits = union(waits, common(waiting))
+    return runs, subtract(common(sent), waits), waits
+
+
+def _with_parts(row: StageRow, step: Step, workers: list[tuple[Spans, Spans, Spans]]) -> StageRow:
+    """Return the row of an outermost stage with its parts.
+
+    A stage is the time of the loop alone, and the time in which any worker runs. The latter is the
+    mean work of the workers, their mean communication, and the wait for the last one.
+    """
+    time = step.during(row.name)
+    inside = [[intersection(time, part) for part in times] for times in workers]
+    longest = max((length(times[0]) for times in inside), default=0)
+    inside = [times for times in inside if length(times[0]) > _TAKES_PART * longest]
+    if not inside:
+        return row
+    runs, sent, waits = zip(*inside, strict=True)
+    any_us = length(union(*runs)) / 1000
+    sent_us = fmean(map(length, sent)) / 1000
+    own_us = fmean(map(length, map(subtract, runs, waits))) / 1000
+    return msgspec.structs.replace(
+        row,
+        lanes=len(inside),
+        alone_us=max(row.duration_us - any_us, 0.0),
+        work_us=own_us - sent_us,
+        communication_us=sent_us,
+        tail_us=min(any_us, row.duration_us) - own_us,
     )
 
 

@@ -20,7 +20,6 @@ from verl_profiling.numbers.bandwidth import link_rows
 from verl_profiling.numbers.given_work import with_reason, work_rows
 from verl_profiling.numbers.idle_causes import ROLLOUT
 from verl_profiling.numbers.rollout_section import rollout_of
-from verl_profiling.numbers.stage_parts import with_parts
 from verl_profiling.numbers.suspects import requested_of
 from verl_profiling.numbers.taught_nothing import useless_training
 from verl_profiling.predict.engine_fit import fitted
@@ -84,7 +83,7 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         name=inputs.name or ("" if inputs.step is not None else inputs.title),
         step=inputs.step,
         span_us=step.span_ns / 1000,
-        stages=with_parts(stage_rows.anatomy(step, nobody), step),
+        stages=list(stage_rows.anatomy(step, nobody)),
         workers=[lane_rows.worker_row(lane, step, inputs.directory) for lane in step.lanes],
         engines=engines,
         tail=tail,
