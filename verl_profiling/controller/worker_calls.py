@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Hashable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -98,7 +99,9 @@ class Call:
 
     def reply(self) -> Any:
         """Return the worker's reply, or ``None`` without one."""
-        return self.future.result() if self.future.done() and self.error is None else None
+        with suppress(Exception, asyncio.CancelledError):  # it is in :attr:`error`
+            return self.future.result(timeout=0)
+        return None
 
     def problem(self) -> str:
         """Return in one line why there is no valid reply."""

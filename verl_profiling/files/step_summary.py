@@ -333,35 +333,46 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def add_up(self) -> None:
         """Set ``memory``, ``machines``, ``spans``, ``counts`` and ``work`` from the processes."""
-        processes = self.processes
         roles: dict[str, list[RankUse]] = {}
-        for process in processes:
-            roles.setdefault(process.role, []).append(process)
-        self.memory = [_memory(role, uses) for role, uses in roles.items()]
-        readings = [*filter(None, map(attrgetter("host_use"), processes))]
-        self.machines = [*{machine.host: machine for _, machine in readings}.values()]
+        readings: list[MachineUse] = []
+        with_spans: list[RankUse] = []
         counts: dict[str, float] = {}
-        for of_process in filter(None, map(attrgetter("counts"), processes)):
-            for name, value in of_process.items():
-                counts[name] = counts.get(name, 0) + value
+        works: dict[str, Work] = {}
+        for use in self.processes:  # one loop, as a thousand processes take most of the time
+            of_role = roles.setdefault(use.role, [])
+            of_role.append(use)
+            if use.spans:
+                with_spans.append(use)
+            if use.host_use is not None:
+                readings.append(use.host_use[1])
+            if use.counts:
+                for name, value in use.counts.items():
+                    counts[name] = counts.get(name, 0) + value
+            if use.work:
+                for name, work in use.work.items():
+                    known = works.get(name)
+                    works[name] = work if known is None else known + work
+        self.memory = [_memory(role, uses) for role, uses in roles.items()]
+        self.machines = [*{machine.host: machine for machine in readings}.values()]
         self.counts = counts
-        self.work = {}
-        for of_stage in filter(None, map(attrgetter("work"), processes)):
-            for name, work in of_stage.items():
-                known = self.work.get(name)
-                self.work[name] = work if known is None else known + work
-        self.spans = _spans([*filter(attrgetter("spans"), processes)])
+        self.work = works
+        self.spans = _spans(with_spans)
 
 
 def _memory(role: str, uses: Sequence[RankUse]) -> RoleMemory:
     """Return the memory of the processes of a role."""
     memory = RoleMemory(role=role, processes=len(uses))
-    peaks = [*map(attrgetter("peak_bytes"), uses)]
-    memory.peak_bytes = max(filter(None, peaks), default=None)
-    if memory.peak_bytes is not None:
-        memory.lane = uses[peaks.index(memory.peak_bytes)].lane
-    memory.held_bytes = max(filter(None, map(attrgetter("held_bytes"), uses)), default=None)
-    readings = [use.host_use[0] for use in uses if use.host_use is not None]
+    readings = []
+    peak = held = 0
+    for use in uses:
+        if (use.peak_bytes or 0) > peak:
+            peak, memory.lane = use.peak_bytes or 0, use.lane
+        if (use.held_bytes or 0) > held:
+            held = use.held_bytes or 0
+        if use.host_use is not None:
+            readings.append(use.host_use[0])
+    memory.peak_bytes = peak or None
+    memory.held_bytes = held or None
     if readings:
         for kind in KINDS:
             if size := max(map(attrgetter(kind), readings)):

@@ -21,20 +21,21 @@ from verl_profiling.manifest import WAIT
 from verl_profiling.slices.slices import Ints, Slices, called_in, peers, segments_of
 
 
-class StepPart(NamedTuple):
-    """A part of a step's critical path.
+class StepPaths(NamedTuple):
+    """The critical paths of steps in the loop's stages, as columns: one row for each end of a
+    stage, and for each worker's stage on a path.
 
     Attributes:
-        row: Row of the loop's stage in :attr:`StepSlices.spine`; -1 in no stage.
-        called: Row of the worker's stage in :attr:`StepSlices.called`; -1 in the loop's own code.
-        begin: Begin (ns).
-        end: End (ns).
+        row: Row of the loop's stage in :attr:`StepSlices.spine`.
+        called: Row of the worker's stage in :attr:`StepSlices.called`; -1 without one.
+        called_ns: Time in the worker's stage (ns).
+        own_ns: Time in the loop's own code before it, or before the end (ns).
     """
 
-    row: int
-    called: int
-    begin: int
-    end: int
+    row: Ints
+    called: Ints
+    called_ns: Ints
+    own_ns: Ints
 
 
 _ROW_BYTES = 32
@@ -203,38 +204,39 @@ class StepSlices:
         return called.at(ends | ~has_ended[stages])
 
     @cached_property
-    def path(self) -> list[StepPart]:
-        """The critical paths of the steps, in order of time."""
+    def paths(self) -> StepPaths:
+        """The critical paths of the steps."""
         spine, called = self.spine, self.called
         waits = np.full(spine.who.size, -1) if self._of_loop == 1 else peers(spine)
         # Engines have no collectives.
         segments = segments_of(spine, waits, called, ~self.in_roles(called, ROLLOUT_ROLE))
         borders = np.searchsorted(self.step(spine), np.arange(len(self.ends) + 1)).tolist()
-        parts: list[StepPart] = []
-        for (first, stop), begin, end in zip(
-            pairwise(borders), self.begins.tolist(), self.ends.tolist(), strict=True
-        ):
-            until = begin
+        lasts = []
+        for first, stop in pairwise(borders):
             if first < stop:
-                last = first + int(spine.end[first:stop].argmax())
-                until = segments.end_ns.item(last)
-                for part in segments.path(last, begin):
-                    row = segments.row.item(part.segment)
-                    called_row = -1 if part.is_delay else segments.called.item(part.segment)
-                    parts.append(StepPart(row, called_row, part.begin_ns, part.end_ns))
-            if until < end:
-                parts.append(StepPart(-1, -1, until, end))
-        return parts
+                lasts.append(first + int(spine.end[first:stop].argmax()))
+        path = segments.paths_to(lasts)
+        path = path[segments.row[path] >= 0]
+        begin_ns = segments.end_ns[path] - segments.took_ns[path]
+        return StepPaths(
+            row=segments.row[path],
+            called=segments.called[path],
+            called_ns=np.maximum(segments.took_ns[path], 0),  # it may begin after the loop's stage
+            own_ns=begin_ns - segments.end_ns[segments.before[path]],
+        )
 
     @cached_property
     def path_in_calls(self) -> Mapping[tuple[int, str], Mapping[str, float]]:
         """The time of the critical path in workers' stages by role (ns), by step and stage."""
-        stages, roles = self.stages(self.spine.name), self.called.role
+        paths = self.paths
+        is_call = paths.called >= 0
+        stages = self.stages(self.spine.name[paths.row[is_call]])
+        roles = self.called.role[paths.called[is_call]].tolist()
         found = defaultdict[tuple[int, str], defaultdict[str, float]](partial(defaultdict, float))
-        for part in self.path:
-            if part.called >= 0:
-                role = self.roles[int(roles[part.called])]
-                found[stages[part.row]][role] += part.end - part.begin
+        for stage, role, took_ns in zip(
+            stages, roles, paths.called_ns[is_call].tolist(), strict=True
+        ):
+            found[stage][self.roles[role]] += took_ns
         return found
 
 
