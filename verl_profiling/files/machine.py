@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -121,18 +122,26 @@ _VERSION_1 = MemoryFiles(
 )
 
 
-def cgroups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's cgroups, the lowest first, and whether they are of
+def cgroups(controller: str, root: Path = Path("/")) -> list[tuple[Path, bool]]:
+    """Return the folders of this process's cgroups, the lowest first, and whether they are of
     version 2.
 
     Args:
         controller: The controller of version 1, e.g. ``memory``; version 2 has one tree for all.
         root: The folder that contains ``proc`` and ``sys``.
     """
-    lines: list[str] = []
-    with suppress(OSError):
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    for line in lines:
+    try:
+        text = (root / "proc/self/cgroup").read_text()
+    except OSError:
+        return []
+    return _folders_of(text, controller, root)
+
+
+@cache  # the watch reads them every two seconds, and they hardly ever change
+def _folders_of(text: str, controller: str, root: Path) -> list[tuple[Path, bool]]:
+    """Return the folders of the cgroups in a text of ``proc/self/cgroup``, see :func:`cgroups`."""
+    folders = []
+    for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
         base = root / "sys/fs/cgroup"
         if controllers:
@@ -142,7 +151,8 @@ def cgroups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, boo
         lowest = base / path.lstrip("/")
         for folder in (lowest, *lowest.parents):
             if folder.is_relative_to(base):
-                yield folder, not controllers
+                folders.append((folder, not controllers))
+    return folders
 
 
 def memory_cgroups(root: Path = Path("/")) -> Iterator[tuple[Path, MemoryFiles]]:
@@ -179,11 +189,8 @@ def statistic(path: Path, name: str) -> int:
     Raises:
         OSError: There is no such file.
     """
-    for line in path.read_text().splitlines():
-        key, value, *_ = line.split()
-        if key == name:
-            return int(value)
-    return 0
+    _, _, rest = f"\n{path.read_text()}".partition(f"\n{name} ")
+    return int(rest.split(maxsplit=1)[0]) if rest else 0
 
 
 def no_room(folder: Path, least_bytes: int) -> str:

@@ -205,10 +205,13 @@ def _rows(
 
 def _path_by_stage(slices: StepSlices) -> Mapping[tuple[int, str], float]:
     """Return the time of the critical path in each stage of the loop (ns), by step and stage."""
-    spine, paths = slices.spine, slices.paths
-    row_ns = np.bincount(paths.row, paths.called_ns + paths.own_ns, spine.who.size)
-    # A row that stands for several runs was in the stage for a part of its time only.
-    took_ns = row_ns * spine.took / (spine.end - spine.begin)
+    spine = slices.spine
+    took_ns = spine.took  # a loop of one process has all of its stages on the path
+    if len(slices.summaries[0].loop) > 1:
+        paths = slices.paths
+        row_ns = np.bincount(paths.row, paths.called_ns + paths.own_ns, spine.who.size)
+        # A row that stands for several runs was in the stage for a part of its time only.
+        took_ns = row_ns * spine.took / (spine.end - spine.begin)
     of_name = np.bincount(spine.name, took_ns, len(slices.ends) * len(slices.names))
     return dict(zip(slices.stages(np.arange(of_name.size)), of_name.tolist(), strict=True))
 

@@ -75,19 +75,17 @@ class StepSlices:
         self.processes = first.loop + [first.workers[number] for number in by_role]
         self.many, self._of_loop = len(self.processes), len(first.loop)
         self.roles, role_of = numbered([*map(_role, self.processes[self._of_loop :])])
-        self.role_of = np.append(np.full(self._of_loop, -1), role_of)
-        self.ends = np.cumsum([*map(attrgetter("duration_ns"), summaries)])
-        self.begins = np.append(0, self.ends[:-1])
+        self.role_of = np.concatenate([[-1] * self._of_loop, role_of])
+        durations_ns = np.array([*map(attrgetter("duration_ns"), summaries)])
+        self.ends = durations_ns.cumsum()
+        self.begins = self.ends - durations_ns
         # The loop's processes in all steps come first, so that each side is a slice of the table.
         uses = [*chain(*map(attrgetter("loop"), summaries))]
         of_loop = sum(len(use.runs) for use in uses) // _ROW_BYTES
         uses += [summary.workers[number] for summary in summaries for number in by_role]
-        first_of_step = self.many * np.arange(len(summaries))[:, None]
-        numbers = np.arange(self.many)
-        sides = numbers[: self._of_loop], numbers[self._of_loop :]
-        recorded = self._recorded(
-            uses, np.concatenate([(first_of_step + side).ravel() for side in sides])
-        )
+        who = np.arange(self.many * len(summaries)).reshape(-1, max(self.many, 1))
+        sides = who[:, : self._of_loop], who[:, self._of_loop :]
+        recorded = self._recorded(uses, np.concatenate([*map(np.ravel, sides)]))
         loop = recorded.at(slice(of_loop))
         self.loop = loop.at(~self.named(loop, *first.background)).flat()
         self.whole_loop = self._within(loop)
@@ -197,6 +195,8 @@ class StepSlices:
             return self.workers.at(slice(0))
         spine, waits = self.spine, self.waits
         called = called_in(spine, self.workers, waits)
+        if not called.who.size:
+            return called
         # A stage that goes on after the step was not waited for, if the loop waited for another.
         ends = (called.end < self.ends[self.step(called)]) | waits[called.parent]
         stages = spine.name[called.parent]
@@ -228,6 +228,8 @@ class StepSlices:
     @cached_property
     def path_in_calls(self) -> Mapping[tuple[int, str], Mapping[str, float]]:
         """The time of the critical path in workers' stages by role (ns), by step and stage."""
+        if not self.called.who.size:
+            return {}
         paths = self.paths
         is_call = paths.called >= 0
         stages = self.stages(self.spine.name[paths.row[is_call]])
