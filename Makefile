@@ -231,9 +231,8 @@ demo-e2e demo-discrete: demo-%: $(DEMO_ENV)/.ready
 
 demo-watch: $(DEMO_ENV)/.ready ## Ask a running job for a capture, and let its watch ask for another [ENGINE=vllm|sglang]
 	rm -rf $(DEMO)/watch
-	$(DEMO_PYTHON) -m recipes.grpo_tiny.train profiling=e2e profiling.schedule.steps=[] profiling.watch.enable=true \
-	  'profiling.watch.trigger={cooldown: 5}' fault.replica=1 fault.seconds=2 steps=30 rollout.engine=$(ENGINE) \
-	  output_dir=$(DEMO)/watch & job=$$!; \
+	$(DEMO_PYTHON) -m recipes.grpo_tiny.train profiling=watch profiling.watch.trigger.cooldown=5 \
+	  fault.replica=1 fault.seconds=2 steps=30 rollout.engine=$(ENGINE) output_dir=$(DEMO)/watch & job=$$!; \
 	until [ -e $(DEMO)/watch/profiling/requests ] || ! kill -0 $$job 2>/dev/null; do sleep 0.2; done; \
 	$(REPORT) trigger $(DEMO)/watch/profiling --wait; asked=$$?; wait $$job && exit $$asked
 	$(REPORT) merge $(DEMO)/watch/profiling

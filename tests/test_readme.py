@@ -67,7 +67,8 @@ def test_the_commands_that_are_shared_are_on_the_pages() -> None:
     the first one of the recipe finds a folder that was empty.
     """
     typed = [tuple(words) for words in commands(*RUNNABLE)]
-    assert typed[:2] == [("verl-profiling", "demo"), SHARED["e2e", "transformers"]]
+    assert typed[0] == ("verl-profiling", "demo")
+    assert typed[3] == SHARED["e2e", "transformers"]
     assert {TRAIN, *SHARED.values()} <= set(typed)
 
 

@@ -1,15 +1,12 @@
 // Opens the page of a run and prints what is seen of its bars, and where they lead, as JSON.
-// usage: node run.js CHROMIUM FILE [SCREENSHOT_FOLDER]
-const path = require("path");
+// usage: node run.js CHROMIUM FILE
 const { main, open, settled, violations } = require("./page.js");
 
-main(async ([executablePath, address, folder]) => {
+main(async ([executablePath, address]) => {
   const { browser, page, seen } = await open(executablePath, address);
   const bars = page.locator("#every-captured-step .step");
-  const shot = async (name) => folder && page.screenshot({ path: path.join(folder, name) });
 
   seen.axe = await violations(page);
-  await shot("run-light.png");
   await page.click("#theme");
   seen.axe.push(...(await violations(page)));
   await page.click("#theme");

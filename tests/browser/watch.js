@@ -5,7 +5,7 @@ const { main, open, settled, violations } = require("./page.js");
 main(async ([executablePath, address, picture]) => {
   const { browser, page, seen } = await open(executablePath, address);
   const bars = page.locator("#every-step .step");
-  if (picture) await page.locator("#every-step").screenshot({ path: picture });
+  if (picture) await page.screenshot({ path: picture });
   seen.axe = await violations(page);
   await page.click("#theme");
   seen.axe.push(...(await violations(page)));

@@ -259,6 +259,8 @@ def test_hydra_finds_the_group_and_reaches_every_level() -> None:
     assert compose("profiling=discrete").mode == "discrete"
     assert compose("profiling=e2e").mode == "e2e"
     assert not compose("profiling=off").enable
+    watched = on(schedule={"steps": []}, watch={"enable": True, "trigger": {}})
+    assert compose("profiling=watch") == watched
     config = compose(
         "profiling=discrete",
         "profiling.schedule.steps=[2,3]",

@@ -207,7 +207,7 @@ def test_of_a_controller_with_ray_workers(tmp_path: Path, actors: Actors) -> Non
     assert causes(found) == {
         ("trainer", "rollout"),
         ("rollout", "training"),
-        ("rollout", "no requests"),
+        ("rollout", "nothing to generate"),
     }
     assert [summary.samples for summary in found] == [0, 0, 3, 3, 3]
     for summary, truth in [*zip(found, truths, strict=True)][2:]:
@@ -360,7 +360,7 @@ def test_engines_that_wait_for_tools_beside_the_training_do_not_wait_for_it() ->
     )
     assert made.trainer_idle == Idle(0.35, "rollout", 0.35)
     assert made.rollout_idle is not None
-    assert (made.rollout_idle.share, made.rollout_idle.cause) == (0.6, "no requests")
+    assert (made.rollout_idle.share, made.rollout_idle.cause) == (0.6, "nothing to generate")
 
 
 def test_what_is_not_known_is_not_said() -> None:

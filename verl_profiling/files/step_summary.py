@@ -28,9 +28,9 @@ Duration = Annotated[int, msgspec.Meta(ge=0, le=MAX_NS)]
 OTHERS = "(others)"
 """Name under which all stages or spans beyond the maximum number of names are summed."""
 
-ROLLOUT, TRAINING, NO_REQUESTS = "rollout", "training", "no requests"
+ROLLOUT, TRAINING, NO_REQUESTS = "rollout", "training", "nothing to generate"
 """Causes of idle time. Training processes wait for the rollout; rollout replicas wait for the
-training, or have no requests.
+training, or have nothing to generate.
 """
 
 MOST_SPANS = 64

@@ -102,7 +102,9 @@ class HelpRow(Row, frozen=True):
         unit: Unit of ``hours_a_day``: ``GPU-hours`` if lanes are GPUs, else ``lane-hours``.
     """
 
-    columns = "change, what-if=option, predicted=predicted_us, difference_us, saved/day=hours_a_day"
+    columns = (
+        "change, what-if=option, predicted=predicted_us, difference_us, saves a day=hours_a_day"
+    )
 
     change: str
     option: str

@@ -242,7 +242,7 @@ class WatchOptions:
         steps: Number of steps whose summaries are kept.
         every: Number of steps between readings of the workers; fewer if steps are long. Workers are
             also read after every capture; with 0, only then.
-        trigger: Thresholds from which the watch requests a capture; ``null``: no requests.
+        trigger: Thresholds from which the watch requests a capture; ``null``: none.
         hang_s: Minimum time without any progress after which a step hangs; longer in stages that
             usually take more than a third of it.
         first_hang_s: The same for stages whose usual duration is not known yet.
