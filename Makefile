@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-replayers test-trackers test-newest test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device dist test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-replay demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge idle-judge hang-judge memory-judge death-judge what-if-judge work-judge links-judge scaling-judge verdict-judge knee-judge savings-judge clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-replayers test-trackers test-slurm test-newest test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device dist test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-replay demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge idle-judge hang-judge memory-judge death-judge what-if-judge work-judge links-judge scaling-judge verdict-judge knee-judge savings-judge clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -131,6 +131,16 @@ test-replayers: .venv-replayers/.ready ## Run the tests that replay a step's req
 
 test-trackers: .venv-trackers/.ready ## Run the tests that write with real Weights & Biases, MLflow and TensorBoard, offline
 	.venv-trackers/bin/python -m pytest tests/watch/test_trackers.py $(PYTEST_ARGS)
+
+test-slurm: .venv/.ready ## Run the recipe for Slurm on a Slurm of this machine (root; apt-get install slurm-wlm munge; two minutes)
+	rm -rf outputs/slurm
+	PATH="$(CURDIR)/.venv/bin:$$PATH" recipes/slurm/single_machine.sh srun --ntasks-per-node=1 recipes/slurm/spmd.sh 2 \
+	  recipes.spmd_tiny.train output_dir=outputs/slurm/spmd
+	PATH="$(CURDIR)/.venv/bin:$$PATH" RAY_CPUS=8 RAY_AUTH_TOKEN=$$(openssl rand -hex 32) recipes/slurm/single_machine.sh \
+	  srun --ntasks-per-node=1 recipes/slurm/ray.sh recipes.grpo_tiny.train ray.address=auto '~ray.num_cpus' \
+	  '~ray.include_dashboard' profiling=e2e profiling.schedule.steps=[2] steps=3 output_dir=outputs/slurm/ray
+	.venv/bin/verl-profiling check outputs/slurm/spmd/profiling
+	.venv/bin/verl-profiling check outputs/slurm/ray/profiling
 
 test-soak: .venv/.ready ## Run thousands of captures, random faults, deaths and flaky stores, and print the table (half an hour) [SOAK_SEED=...]
 	.venv/bin/python -m pytest -m soak tests/soak $(PYTEST_ARGS)
