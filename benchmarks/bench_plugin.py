@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 from results import record, row
 
-ROUNDS = 15
+ROUNDS = 41
 BURSTS = 5  # the cheapest of a round counts: other processes take caches, and only add to the time
 REQUESTS, TOKENS = 16, 64
 ABSENT, ON = "an engine without the plugin", "the plugin is on, nothing is captured"

@@ -34,8 +34,7 @@ LIMITS = {
         "sglang",
         "0.5.23",
     ): "with a server's URL: a second start by another client is not noticed; "
-    "servers with an API key are refused; it retracts no request of the test, so times of "
-    "retracted requests are unchecked",
+    "servers with an API key are refused",
     (WHEELS, "vllm", "0.33.0"): "not run: no CPU build on the index",
     (WHEELS, "torch_npu", "2.14.0"): "not run: needs CANN",
 }
