@@ -132,27 +132,20 @@ def judged(case: tuple[int, int, int, tuple[int, int]]) -> bool:
             captures = asyncio.run(rates(drawn_load(prompt, lengths), server, settings))
         finally:
             server.close()
-        found = open_step(captures[LIMITS[0]]).report().findings
-        texts = [finding.text for finding in found if finding.rule == "knee"]
+        found = open_step(captures[LIMITS[0]]).report().knee
         made = {}
         for limit, folder in captures.items():
             made[limit] = rate_in(load_of_step(open_step(folder)))
     truth = knee_in(made)
-    knee = predicted(texts)
+    knee = None
+    if found is not None:
+        knee = found.requests or LIMITS[0]
     is_near = knee is not None and abs(log2(knee / truth)) <= 1
     speeds = ", ".join(f"{limit}: {made[limit]:.0f}" for limit in sorted(made))
     size = f"{hidden} x {layers}, {prompt} + {lengths[0]} to {lengths[1]}"
     print(f"| {size} | {speeds} | {truth} | {knee or 'unknown'} | {is_near} |", flush=True)
-    print(texts, file=sys.stderr, flush=True)
+    print(found, file=sys.stderr, flush=True)
     return is_near
-
-
-def predicted(texts: list[str]) -> int | None:
-    """Return the knee in the sentence of a report; the largest limit if it is beyond."""
-    if not texts:
-        return None
-    _, separator, rest = texts[0].partition("; from ")
-    return int(rest.split()[0].replace(",", "")) if separator else LIMITS[0]
 
 
 def main() -> None:

@@ -36,29 +36,24 @@ class Knee(msgspec.Struct, frozen=True, kw_only=True):
     most: int
 
     @property
-    def sentence(self) -> str:
-        """The knee as text."""
-        ran = f"A replica runs {self.few:,} to {self.many:,} requests at once"
+    def wanted(self) -> str:
+        """How many requests a replica should get at once, as text."""
         if self.requests is None:
-            text = f"{ran}; at {self.many:,}, twice as many made {self.gain:.0%} more tokens/s"
-        else:
-            text = (
-                f"{ran}; from {self.requests:,} on, twice as many make less than {_GAIN:.0%} more "
-                "tokens/s"
-            )
-        if self.preempted:
-            text += f"; its KV cache was full at {self.most:,}: {self.preempted:,} preempted"
-        return text
+            return f"over {self.many:,}"
+        about = "at most" if self.requests == self.few else "about"  # fewer were not seen
+        return f"{about} {self.requests:,}"
 
     @property
-    def advice(self) -> str:
-        """Suggested number of requests."""
-        if self.preempted:
-            return f"give a replica fewer than {self.most:,} requests at once, or more memory"
+    def sentence(self) -> str:
+        """The reason as text."""
+        text = f"{self.few:,} to {self.many:,} ran at once; "
         if self.requests is None:
-            return "give a replica more requests at once: a higher limit, or fewer replicas"
-        about = "at most" if self.requests == self.few else "about"  # fewer were not seen
-        return f"{about} {self.requests:,} requests a replica: more replicas, not more requests"
+            text += f"at the most, twice as many made {self.gain:.0%} more tokens/s"
+        else:
+            text += f"beyond, twice as many make less than {_GAIN:.0%} more tokens/s"
+        if self.preempted:
+            text += f"; the KV cache was full at {self.most:,}: {self.preempted:,} preempted"
+        return text
 
 
 def knee_of(recorded: Replay, engines: Engines) -> Knee | None:

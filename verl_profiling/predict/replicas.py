@@ -123,7 +123,7 @@ def _on_replicas(
     notes += engines.notes(spent_ns)
     knee = knee_of(recorded, engines)
     if knee is not None:
-        notes.append(knee.sentence)
+        notes.append(f"{knee.wanted} requests a replica: {knee.sentence}")
     return steps
 
 

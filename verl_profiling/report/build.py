@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -24,13 +24,13 @@ from verl_profiling.numbers.suspects import requested_of
 from verl_profiling.numbers.taught_nothing import useless_training
 from verl_profiling.predict.engine_fit import fitted
 from verl_profiling.predict.graph import graph_of
-from verl_profiling.predict.knee import knee_of
+from verl_profiling.predict.knee import Knee, knee_of
 from verl_profiling.predict.prediction import Prediction, predict
 from verl_profiling.predict.replays import replay
 from verl_profiling.predict.step_graph import Graph
-from verl_profiling.report.findings import LIMIT, find
+from verl_profiling.report.findings import find
 from verl_profiling.report.html import NotebookReport
-from verl_profiling.report.model import Finding, Report
+from verl_profiling.report.model import Report
 from verl_profiling.slices.intervals import EMPTY, Spans, common, length
 from verl_profiling.steps.causes import Explanation
 from verl_profiling.steps.lanes import Lane, Step
@@ -184,7 +184,7 @@ def with_predictions(report: Report, content: Content) -> tuple[Report, Graph | 
     try:
         graph = graph_of(content)
         prediction = visible_text_of(predict(graph))
-        knee = list(_knee(report, graph, prediction))
+        knee = _knee(report, graph, prediction)
     except Exception as error:
         problem = (
             f"no critical path and no changes that would help: {type(error).__name__}: {error}"
@@ -194,21 +194,19 @@ def with_predictions(report: Report, content: Content) -> tuple[Report, Graph | 
     rows: dict[str, Any] = {
         "what_would_help": prediction.what_would_help,
         "critical_path": prediction.path,
-        "findings": [*report.findings, *knee][:LIMIT],
+        "knee": knee,
     }
     return msgspec.structs.replace(report, **rows), graph
 
 
-def _knee(report: Report, graph: Graph, prediction: Prediction) -> Iterator[Finding]:
-    """Yield how many requests a replica should get, where the step waits for the rollout."""
+def _knee(report: Report, graph: Graph, prediction: Prediction) -> Knee | None:
+    """Return how many requests a replica should get, where the step waits for the rollout."""
     rollout = [row for row in prediction.path if row.stage.startswith(ROLLOUT)]
     share = sum(row.duration_us for row in rollout) / max(report.span_us, 1)
     if share < _KNEE_SHARE:
-        return
+        return None
     recorded = replay(graph)
     try:
-        knee = knee_of(recorded, fitted(recorded))
+        return knee_of(recorded, fitted(recorded))
     except ConfigError:  # no requests, or they do not show it
-        return
-    if knee is not None:
-        yield Finding("knee", knee.sentence, knee.advice, 0.0, [], share)
+        return None

@@ -12,6 +12,7 @@ from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, HostClock
 from verl_profiling.numbers import columns
 from verl_profiling.numbers.columns import GanttSpan, RequestedCapture, Rollout, Tail, Throughput
+from verl_profiling.predict.knee import Knee
 from verl_profiling.steps.read import Coverage
 from verl_profiling.units import duration, step_list, three_digits
 
@@ -67,6 +68,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         lost: Lane-seconds that are idle or wait for other ranks, by cause, largest first,
             ``unexplained`` last; lanes that share a device count once.
         throughput: Tokens per time, if their number is known.
+        knee: How many requests a replica should get; ``None`` if unknown, or if the step hardly
+            waits for the rollout.
         gantt: Runs of the stages of the loop and of workers.
         findings: At most five findings.
         clocks: Measured clock offsets of hosts other than the controller's, which all numbers
@@ -121,6 +124,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     kernels: list[columns.KernelRow]
     lost: list[columns.LostRow]
     throughput: Throughput | None
+    knee: Knee | None = None
     gantt: list[GanttSpan]
     findings: list[Finding]
     clocks: list[HostClock] = []

@@ -64,6 +64,8 @@ def figures(report: Report) -> Iterator[Figure]:
         each = rate.tokens_per_s_per_device
         line = f"{each:,.0f} per second and {unit}; {rate.tokens:,.0f} tokens ({rate.source})"
         yield Figure("Tokens per second", f"{rate.tokens_per_s:,.0f}", line)
+    if report.knee:
+        yield Figure("Requests a replica", report.knee.wanted, report.knee.sentence)
     yield from _of_the_peak(report)
     working = report.working_share
     if working is None:
