@@ -22,6 +22,7 @@ from verl_profiling.numbers.idle_causes import ROLLOUT
 from verl_profiling.numbers.rollout_section import rollout_of
 from verl_profiling.numbers.suspects import requested_of
 from verl_profiling.numbers.taught_nothing import useless_training
+from verl_profiling.numbers.trajectory_rows import trajectory_gantt
 from verl_profiling.predict.engine_fit import fitted
 from verl_profiling.predict.graph import graph_of
 from verl_profiling.predict.knee import Knee, knee_of
@@ -99,6 +100,7 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         lost=idle_causes.lost_total(device_rows, _parts(step, devices, explanation)),
         throughput=lane_rows.throughput(step, engines, len(devices)),
         gantt=list(stage_rows.gantt(step)),
+        trajectory_gantt=list(trajectory_gantt(content)),
         findings=[],
         coverage=content.coverage,
         notes=notes,

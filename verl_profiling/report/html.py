@@ -11,6 +11,7 @@ from functools import cache
 from html import escape
 from importlib import resources
 from itertools import chain, zip_longest
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -40,6 +41,7 @@ from verl_profiling.units import duration, listed
 
 CONTROLLER = "controller"
 _PATH = "critical path"
+_TRAJECTORIES = "trajectories"
 _LEAST_SHARE = 0.0005  # least share of the step of a drawn part of the critical path
 _ROLE = re.compile(r"(.*?)(?:_rank)?\d*")
 _REASONS = {"straggler": "slower than the others", "long_tail": "last in the rollout"}  # by rule
@@ -54,7 +56,8 @@ def picture(report: Report) -> dict[str, Any]:
     if report.captured:
         path = [row for row in report.critical_path if row.share >= _LEAST_SHARE]
     parts = [_part(row) for row in path]
-    stages = list(dict.fromkeys(span.name for span in (*report.gantt, *parts)))
+    waits = sorted(report.trajectory_gantt, key=attrgetter("lane", "begin_us"))
+    stages = list(dict.fromkeys(span.name for span in (*report.gantt, *parts, *waits)))
     groups: dict[str, list[dict[str, Any]]] = {}
     if path:
         groups[_PATH] = [_lane(_PATH, None, parts, stages)]
@@ -67,9 +70,15 @@ def picture(report: Report) -> dict[str, Any]:
         lane["stands_out"] = reasons.get(owner) or reasons.get(name, "")
         lane["critical"] = [_times(part) for part in parts if part.lane in (name, owner)]
         groups.setdefault(lane["role"], []).append(lane)
+    for owner, spans in grouped(waits, attrgetter("lane")).items():
+        groups.setdefault(_TRAJECTORIES, []).append(_lane(owner, None, spans, stages))
+    causes = {span.name for span in waits}.difference(span.name for span in report.gantt)
+    colours = [cause_key(name) if name in causes else stage_class(name) for name in stages]
     return {
         "span_us": max(report.span_us, 1.0),
-        "stages": [{"name": name, "colour": stage_class(name)} for name in stages],
+        "stages": [
+            {"name": name, "colour": colour} for name, colour in zip(stages, colours, strict=True)
+        ],
         "groups": [_group(role, members) for role, members in groups.items()],
         "running": {row.worker: row.requests for row in report.running},
         "device": report.on_devices,
@@ -154,6 +163,7 @@ def _group(role: str, lanes: list[dict[str, Any]]) -> dict[str, Any]:
     loaded = [lane for lane in lanes if lane["load"]]
     return {
         "role": role,
+        "open": role == _TRAJECTORIES,
         "lanes": lanes,
         "critical": list(chain.from_iterable(lane["critical"] for lane in lanes)),
         **{curve: _mean([lane[curve] for lane in loaded]) for curve in _CURVES},

@@ -71,6 +71,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         knee: How many requests a replica should get; ``None`` if unknown, or if the step hardly
             waits for the rollout.
         gantt: Runs of the stages of the loop and of workers.
+        trajectory_gantt: What each trajectory waited for; with more than 64, the last one of each
+            group.
         findings: At most five findings.
         clocks: Measured clock offsets of hosts other than the controller's, which all numbers
             correct.
@@ -126,6 +128,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     throughput: Throughput | None
     knee: Knee | None = None
     gantt: list[GanttSpan]
+    trajectory_gantt: list[GanttSpan] = []
     findings: list[Finding]
     clocks: list[HostClock] = []
     coverage: Coverage

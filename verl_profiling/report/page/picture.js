@@ -48,14 +48,14 @@ function makeTip(container) {
 }
 
 function rowsOf(group, unfolded) {
-  const large = group.lanes.length >= FOLDED_FROM;
+  const large = !group.open && group.lanes.length >= FOLDED_FROM;
   const [standing, rest] = [true, false].map((wanted) => group.lanes.filter((lane) => Boolean(lane.stands_out) === wanted));
   const lanes = !large ? group.lanes : unfolded ? [...standing, ...rest] : standing.slice(0, SHOWN_OUTLIERS);
   const rows = lanes.map((lane) => ({ ...lane, kind: "lane", group, lane }));
   if (large) rows.unshift({ ...group, kind: "group", group, spans: group.envelope });
   const running = requestsOf(group, data.running);
   if (running.length) rows.push({ kind: "running", group, spans: [], load: [], running });
-  const few = d3.sum(data.groups, (each) => each.lanes.length) <= FEW_LANES;
+  const few = d3.sum(data.groups, (each) => (each.open ? 0 : each.lanes.length)) <= FEW_LANES;
   for (const row of rows) {
     row.levels = 1 + Math.max(-1, ...row.spans.map((span) => span.row));
     row.loadHeight = row.load.length ? (few ? TALL_LOAD : LOAD) : 0;
