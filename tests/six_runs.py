@@ -18,7 +18,7 @@ from step_folders import rewrite
 from verl_profiling.cli import main as cli
 from verl_profiling.clock import now_ns
 from verl_profiling.controller.anomalies import Anomalies
-from verl_profiling.controller.watch import judge
+from verl_profiling.controller.judgement import judge
 from verl_profiling.files.run_files import write_json_atomically
 from verl_profiling.files.step_summary import Hang, RankUse, StepSummary
 from verl_profiling.identity import ProcessId

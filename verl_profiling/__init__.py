@@ -6,7 +6,10 @@ them.
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_profiling.errors import (
@@ -24,6 +27,18 @@ if TYPE_CHECKING:
     from verl_profiling.trajectories import current_trajectory, span, trajectory, trajectory_status
 
 __version__ = "0.1.0"
+
+
+def _busy_ns() -> int:
+    """Return for how long the main thread has computed or waited for a CPU; 0 if unknown."""
+    with suppress(OSError, ValueError):
+        computed_ns, waited_ns, _ = Path("/proc/self/schedstat").read_text().split()
+        return int(computed_ns) + int(waited_ns)
+    return 0
+
+
+IMPORTED = (time.time_ns(), _busy_ns())
+"""When this package was imported, and for how long its process had been busy by then (ns)."""
 
 __all__ = [
     "AsyncProfilingCallback",

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quiet_steps import with_stages
 
-from verl_profiling.controller.watch import judge
+from verl_profiling.controller.judgement import judge
 from verl_profiling.files.step_summary import ExposedStage, RankUse, SpanTotal, StepSummary
 from verl_profiling.watch.exposed import exposed, standings
 

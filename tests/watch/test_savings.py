@@ -12,7 +12,7 @@ import pytest
 from quiet_steps import MS, with_stages
 
 from verl_profiling.cli import main
-from verl_profiling.controller.watch import judge
+from verl_profiling.controller.judgement import judge
 from verl_profiling.files.step_summary import RankUse, StepSummary
 from verl_profiling.watch.savings import times_in
 from verl_profiling.watch.sinks import WatchLog, values_of

@@ -38,6 +38,7 @@ from verl_profiling.capture.stage import (
 )
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.errors import ConfigError, ToolUnavailableError
+from verl_profiling.files.engine_marks import MarkReader
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
@@ -45,6 +46,7 @@ from verl_profiling.settings.groups import TRAJECTORIES, WatchOptions
 from verl_profiling.tools import Tool
 from verl_profiling.trajectories.spans import total_spans
 from verl_profiling.watch.hangs import HangReporter, in_background
+from verl_profiling.watch.start_marks import add_engine_marks, add_marks
 from verl_profiling.watch.sums import (
     NO_LOOKS,
     STAGES_OF_A_STEP,
@@ -84,6 +86,7 @@ class Session:
         self.reporter = HangReporter(NO_LOOKS, "", "", lambda: [])
         total_spans(None)
         self._busy: dict[str, Busy] = {}
+        self._engine_marks = MarkReader()
         self._capture: Capture | None = None
         self._slot = Slot({})
         self._configs: dict[str, ProfilingConfig] = {}
@@ -138,6 +141,9 @@ class Session:
             )
             if question.hangs != NO_LOOKS:
                 in_background(lambda: reporter.report(reporter.ended))
+        if question.has_start:
+            add_marks(self.sums, question.steps[0][1])
+        add_engine_marks(self._engine_marks, self.sums)
         return self.sums.read(identity, question)
 
     def busy(self, name: str) -> Busy | None:

@@ -28,6 +28,7 @@ from verl_profiling.report.watch_frame import (
     varying_stages,
 )
 from verl_profiling.steps.load import Load, load_of
+from verl_profiling.steps.start_up import start_up_of
 from verl_profiling.units import duration, visible
 
 _CAPTURES = 5  # the most captures that a view of a run names
@@ -184,6 +185,7 @@ def run_view(
         captures=captures,
         latest=latest,
         note=note,
+        start_up=start_up_of(run),
     )
 
 

@@ -85,6 +85,9 @@ def _packages() -> Iterator[Diagnosis]:
             with suppress(metadata.PackageNotFoundError):
                 installed.append(f"{name} {metadata.version(name)}")
         yield Diagnosis(group, ", ".join(installed) or "none")
+    if not metadata.entry_points(group="vllm.general_plugins", name="verl_profiling"):
+        state = "not installed, only on the path: engines mark neither start nor sleep and wake"
+        yield Diagnosis("engine plugin", state)
 
 
 def _accelerators() -> Iterator[Diagnosis]:

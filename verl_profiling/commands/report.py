@@ -181,6 +181,8 @@ def _print_run(view: RunView, reports: Sequence[Report]) -> None:
         console.print(watch_frame(view))
     elif view.watch:
         print(visible(f"watch of {view.run}: {view.hangs or watch_sentence(view.watch)}"))
+        if view.start_up is not None:
+            print(visible(f"start-up: {view.start_up.sentence()}"))
     if view.watch:
         print_run(list(map(seconds_of, view.watch)), _WATCHED, console)
     else:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from itertools import groupby
@@ -24,9 +24,11 @@ from verl_profiling import clock
 from verl_profiling.capture.session import process_session
 from verl_profiling.clock import Handshake, best_handshake
 from verl_profiling.controller.hang_watch import HangWatch, report_to_rank_0
+from verl_profiling.controller.judgement import judge
 from verl_profiling.controller.rank_summaries import RankSummaries
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.spmd import Ranks
+from verl_profiling.controller.start_up import StartUp
 from verl_profiling.controller.worker_calls import Call, Postponed, Worker
 from verl_profiling.files.hang_files import HANGS
 from verl_profiling.files.step_summary import Period, RankUse, StepSummary
@@ -34,11 +36,7 @@ from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import finite_numbers
 from verl_profiling.settings.groups import WatchOptions
 from verl_profiling.watch.collectives import RecorderReading, with_lateness
-from verl_profiling.watch.exposed import exposed_in
-from verl_profiling.watch.idle import idle_in, made_in
-from verl_profiling.watch.savings import times_in
 from verl_profiling.watch.sinks import Listener, Log
-from verl_profiling.watch.step_slices import StepSlices
 from verl_profiling.watch.sums import STAGES_OF_A_STEP, StageSums, WatchQuestion, WatchReading
 from verl_profiling.watch.trackers import RunLogs
 
@@ -114,6 +112,7 @@ class Watch:
         self._thread: threading.Thread | None = None
         self.background: tuple[str, ...] = ()
         self._failed: set[int] = set()
+        self._start_up = StartUp()
 
     def begin_with(self, ranks: Ranks, own: WorkerIdentity) -> None:
         """Set up the watch of one rank of several: the loop and the workers of this process are one
@@ -125,7 +124,8 @@ class Watch:
         """
         self._ranks = RankSummaries(ranks, self.options.steps) if self.options.every else None
         process_session().keep_every_step(self.options)
-        self.sums = process_session().sums or self.sums
+        before, self.sums = self.sums, process_session().sums or self.sums
+        self.sums.ended.extend(before.ended)
         self.who = RankUse(lane=own.lane(), role=own.role, rank=own.rank)
         self._workers.alone = False
         if self.hangs is not None:
@@ -135,11 +135,13 @@ class Watch:
 
     def log_into(self, run: Path) -> None:
         """Write the summaries into the run's folder until training ends."""
+        self._start_up.run = run
         self.logs = RunLogs(run, self.options.sinks or ())
         self.hangs = HangWatch(self, run / HANGS, self.logs)
 
     def step_begins(self, step: int, policy_version: int | None = None) -> None:
         """Record the begin of a step and the end of the previous step."""
+        self._ended.extend(self._start_up.end(step, self.sums))
         self.step = StepSummary(step=step, begin_ns=clock.now_ns(), policy_version=policy_version)
         if self.hangs is not None:
             self.hangs.step_begins()
@@ -247,7 +249,7 @@ class Watch:
         self._read(steps, left_s)
         if self._ranks is not None:
             steps = self._ranks.exchanged(steps, left_s)
-        summaries = [with_lateness(step) for step in steps]
+        summaries = [with_lateness(step) for step in self._start_up.written(steps)]
         roles = {target.roles[0] for target in self.roster.targets}
         for _, alike in groupby(summaries, key=_lanes):
             judge([*alike], bool(roles), roles)
@@ -289,34 +291,6 @@ class Watch:
             )
 
 
-def _lanes(summary: StepSummary) -> tuple[tuple[str, ...], list[str]]:
-    return summary.background, [*map(attrgetter("lane"), summary.processes)]
-
-
-def judge(summaries: Sequence[StepSummary], has_workers: bool, roles: Collection[str] = ()) -> None:
-    """Add to step summaries what follows from the stages, such as idle time and exposed time.
-
-    All steps have the same processes.
-
-    Args:
-        summaries: Summaries of the steps.
-        has_workers: Whether the loop calls workers.
-        roles: Roles of these workers, as far as they are known.
-    """
-    is_silent = not {use.role for use in summaries[0].workers}.issuperset(roles)
-    slices = StepSlices(summaries)
-    for summary, rows in zip(summaries, exposed_in(slices, has_workers, is_silent), strict=True):
-        summary.exposed = rows
-    sides, times = idle_in(slices, has_workers), times_in(slices)
-    for number, summary in enumerate(summaries):
-        summary.trainer_idle, summary.rollout_idle = sides[number]
-        step_times = times[number]
-        summary.helps = step_times.largest() if step_times is not None else None
-        summary.add_up()
-        if summary.spans:
-            summary.samples, summary.tokens = made_in(summary)
-
-
 class WatchedWorkers:
     """The workers of a watched loop. A worker with an unanswered call is not called again.
 
@@ -350,7 +324,10 @@ class WatchedWorkers:
         targets = {*self._roster.driven(None)}
         while (targets := targets - {call.target for call in self._late}) and left_s() > 0:
             question = WatchQuestion(
-                steps=times, offsets_ns=self._offsets_ns(), collectives=collectives
+                steps=times,
+                offsets_ns=self._offsets_ns(),
+                collectives=collectives,
+                has_start=steps[0].is_start_up,
             )
             calls = [call for target in targets for call in target.call("read_watch", question)]
             self._wait(calls, left_s)
@@ -427,6 +404,10 @@ class WatchedWorkers:
             return
         self._said.add(call.worker)
         logger.warning("watch: %s %s", call.worker.identity, what)
+
+
+def _lanes(summary: StepSummary) -> tuple[tuple[str, ...], list[str]]:
+    return summary.background, [*map(attrgetter("lane"), summary.processes)]
 
 
 def _times_of(steps: Iterable[StepSummary]) -> list[Period]:

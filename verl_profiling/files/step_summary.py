@@ -255,6 +255,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         hang: The last hang in the step.
         noticed: The anomaly that the watch noticed in this step, or explained after this step.
         waits: Why a capture for a noticed anomaly waits, e.g. for the cooldown; else empty.
+        is_start_up: Whether this is the time before the first step.
     """
 
     step: Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
@@ -281,6 +282,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     hang: Hang | None = None
     noticed: Trigger | None = None
     waits: str = ""
+    is_start_up: bool = False
 
     @property
     def processes(self) -> list[RankUse]:

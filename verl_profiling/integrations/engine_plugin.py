@@ -21,6 +21,8 @@ VARIABLE = "VERL_PROFILING_RUN"
 BATCH_METHODS = ("generate", "chat")
 """Methods that return a whole batch of an ``LLM``, or of SGLang's ``Engine``."""
 
+_MARKS = "VERL_PROFILING_MARKS"  # of files.engine_marks, which is not imported for nothing
+
 _MISFIT = (
     "VERL_PROFILING_RUN: %s: %s; this engine is not recorded, or not all of it, and serves on. "
     "Install what 'pip check' names, or an engine of docs/compatibility.md"
@@ -36,6 +38,7 @@ def in_vllm() -> None:
     _hook_requests("vllm.v1.engine.async_llm", "AsyncLLM", ["generate"])
     _hook_requests("vllm.entrypoints.llm", "LLM", BATCH_METHODS, BATCH_METHODS)
     _hook("starlette.applications", _hook_server)
+    _mark("vllm")
 
 
 def in_sglang() -> None:
@@ -45,6 +48,26 @@ def in_sglang() -> None:
     )
     _hook_requests("sglang.srt.entrypoints.engine", "Engine", ["generate"], BATCH_METHODS)
     _hook("starlette.applications", _hook_server)
+    _mark("sglang")
+
+
+def _mark(engine: str) -> None:
+    """Mark the calls of an engine in this process, if another process collects marks, or this one
+    is going to record an engine.
+    """
+    is_on = os.environ.get(VARIABLE) or os.environ.get(_MARKS)
+    if is_on and not _failed and engine not in _hooked:
+        _hooked.add(engine)
+        _tried(_mark_calls, engine)
+
+
+def _mark_calls(engine: str) -> None:
+    from verl_profiling.files.engine_marks import collect_marks
+    from verl_profiling.integrations.engine_marks import mark_engine
+
+    if _MARKS not in os.environ:
+        collect_marks()
+    mark_engine(engine, partial(_tried, _await_import))
 
 
 def _hook(module: str, put_in: Any) -> None:

@@ -28,9 +28,10 @@ from verl_profiling.report.run_steps import (
 )
 from verl_profiling.report.sentences import Figure, number, waits
 from verl_profiling.report.step_bars import Bar, bars_section, merged
-from verl_profiling.report.tables import named, said
+from verl_profiling.report.tables import named, said, timed
 from verl_profiling.report.watch_frame import RunView, excess, slowest, tables_of
 from verl_profiling.steps.deaths import Attempt
+from verl_profiling.steps.start_up import StartUp
 from verl_profiling.units import byte_size, duration, local_time, visible
 
 RUN_PAGE = "index.html"
@@ -82,6 +83,7 @@ def render_run(
         for title, rows in tables_of(steps[-_RECENT:]).items():
             content += section(title, _html(title, rows))
         content += latest_steps(steps[-LATEST:], bars[-LATEST:])
+    content += _start_up(view.start_up)
     content += _attempts(view.run, attempts)
     count = f"{len(captures) or 'no'} captured step{'s' if len(captures) > 1 else ''}"
     name = visible(view.run.resolve().name)
@@ -197,6 +199,20 @@ def _stacks(title: str, processes: Sequence[HangStacks], opened: str = "") -> st
         content += f"<details{opened}><summary>{summary}</summary>{frames}</details>"
         opened = ""
     return content
+
+
+def _start_up(start_up: StartUp | None) -> str:
+    """Return tables of the time before the first step: its path, and the parts of each process."""
+    if start_up is None:
+        return ""
+    rows = [
+        [named(part.name or "unknown"), named(part.lane), named(part.inside), timed(part.seconds)]
+        for part in start_up.path
+    ]
+    shown = table("Start-up", ("part", "process", "waited", "seconds"), rows)
+    rows = [[named(p.lane), named(p.name), timed(p.seconds)] for p in start_up.parts]
+    shown += table("Start of each process", ("process", "part", "seconds"), rows)
+    return section("Start-up", shown, f"{start_up.sentence()}.")
 
 
 def _attempts(run: Path, attempts: Sequence[Attempt]) -> str:

@@ -26,6 +26,7 @@ from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import axis_top, counted, sparkline, waits
 from verl_profiling.report.terminal import table_of
 from verl_profiling.steps.inputs import step_folders
+from verl_profiling.steps.start_up import StartUp
 from verl_profiling.units import byte_size, duration, visible
 
 _WIDTH = 100
@@ -206,6 +207,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
         captures: Number of step folders.
         latest: Who requested each of the latest captures, by folder.
         note: Advice on capturing a step, for a run without captures.
+        start_up: The time before the first step; ``None`` if unknown.
     """
 
     run: Path
@@ -218,6 +220,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     captures: int = 0
     latest: Mapping[str, str] = {}
     note: str = ""
+    start_up: StartUp | None = None
 
 
 def watch_frame(view: RunView, footer: str = "") -> Constrain:
@@ -237,6 +240,8 @@ def watch_frame(view: RunView, footer: str = "") -> Constrain:
         lines.extend(_drawn(view))
     else:
         lines.append(_line("No step has ended yet."))
+    if view.start_up is not None:
+        lines += [Text(), Text(f"start-up: {visible(view.start_up.sentence())}")]
     lines += [Text(), _line((_captures_line(view), "bold"))]
     lines.extend(_line(f"  {folder}: {trigger}") for folder, trigger in view.latest.items())
     lines.extend(_noticed(view.watch, view.latest.values()))

@@ -72,12 +72,14 @@ class WatchQuestion(msgspec.Struct, frozen=True, kw_only=True):
         hangs: Folder of the files of hangs, and the pause between two polls for the loop's file
             there (s);
             :data:`NO_LOOKS` once training has ended.
+        has_start: Whether the first step is the start-up.
     """
 
     steps: list[Period] = []
     offsets_ns: dict[str, int] = {}
     collectives: bool = False
     hangs: tuple[str, float] | None = None
+    has_start: bool = False
 
 
 class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,6 +134,7 @@ class StageSums:
 
     Attributes:
         spans: Sums of the process's trajectories and spans.
+        ended: The outermost stages that have ended: name, begin, end, peak and held memory.
         open: The outermost stages that are open, by ``id()`` of the object.
         given: The last outermost stages with known work, in order.
         tokens: Functions whose value changes when an engine makes a token: the engine makes
@@ -141,7 +144,7 @@ class StageSums:
 
     def __init__(self, most: int) -> None:
         self.spans = SpanSums()
-        self._ended: deque[tuple[str, int, int, int, int]] = deque(maxlen=most)
+        self.ended: deque[tuple[str, int, int, int, int]] = deque(maxlen=most)
         self.open: dict[int, Begun] = {}
         self.given: deque[StageWithWork] = deque(maxlen=most)
         self.tokens: list[Callable[[], object]] = []
@@ -159,13 +162,13 @@ class StageSums:
         if end_ns - begin_ns >= LONG_NS or waited_ns >= pause_ns:
             peak, held = process_memory()
             self._measured_ns, self._measured_after = end_ns, name
-        self._ended.append((name, begin_ns, max(begin_ns, end_ns), peak, held))
+        self.ended.append((name, begin_ns, max(begin_ns, end_ns), peak, held))
 
     def last_ns(self) -> int:
         """Return the last time at which a kept stage or span began or ended; 0 if none is kept."""
         times = [stage.begin_ns for stage in [*self.open.values()]]
         with suppress(IndexError):
-            times.append(self._ended[-1][2])
+            times.append(self.ended[-1][2])
         return max([*times, self.spans.last_ns()])
 
     def of_steps(
@@ -221,9 +224,9 @@ class StageSums:
         """Add the ended stages to ``runs``; return peak and last memory (bytes) of each step."""
         memory = [(0, 0)] * len(steps)
         first_ns = steps[0][0] + ahead_ns if steps else clock.now_ns()
-        while self._ended and self._ended[0][2] < first_ns - _SLACK_NS:
-            self._ended.popleft()  # no earlier steps are requested any more
-        for name, begin_ns, end_ns, peak, held in reversed(list(self._ended)):
+        while self.ended and self.ended[0][2] < first_ns - _SLACK_NS:
+            self.ended.popleft()  # no earlier steps are requested any more
+        for name, begin_ns, end_ns, peak, held in reversed(list(self.ended)):
             at = _divide(runs, name, begin_ns - ahead_ns, end_ns - ahead_ns, steps)
             if peak and at is not None:
                 memory[at] = max(peak, memory[at][0]), memory[at][1] or held

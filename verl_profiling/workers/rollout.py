@@ -16,6 +16,7 @@ from verl_profiling.engines import ENGINES, adapter_named, adapter_of
 from verl_profiling.engines.replica import Replica, make_replica
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import ConfigError, choices_hint
+from verl_profiling.files.engine_marks import collect_marks
 from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.watch.sums import WatchQuestion, WatchReading
@@ -58,6 +59,7 @@ class RolloutCaptureMixin:
         settings = ProfilingConfig.from_any(config)
         if not settings.enable:
             return {}
+        collect_marks()
         package = engine or cls.engine_package
         if package not in ENGINES:
             raise ConfigError(

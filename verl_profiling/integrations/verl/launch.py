@@ -16,8 +16,10 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+from verl_profiling import clock
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.machine import NO_INJECTION, VARIABLE
+from verl_profiling.files.process_marks import SUBMITTED, created_ns
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.integrations.hooks import wrap
 from verl_profiling.integrations.verl.bridge import TRAINING_ROLES, settings_without_checks
@@ -95,6 +97,7 @@ def _under_nsys(actor_class: Any, environment: Mapping[str, Any]) -> Any:
 
 def _without_injection(get_environment: Callable[..., Any], config: Any = None) -> Any:
     environment = get_environment(config)
+    environment["env_vars"].setdefault(SUBMITTED, str((created_ns() or clock.now_ns()) / 1e9))
     if config is None or os.environ.get(_KEEP) == "1":
         return environment
     with suppress(ConfigError):  # raised again where the run begins

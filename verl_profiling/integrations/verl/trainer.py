@@ -26,6 +26,7 @@ from typing import Any
 
 from verl_profiling.controller.callback import ProfilingCallback
 from verl_profiling.errors import ProfilingError, ToolUnavailableError
+from verl_profiling.files.process_marks import marked, note_import
 from verl_profiling.integrations.hooks import mark, misfits, missing, wrap
 from verl_profiling.integrations.verl.async_trainer import (
     COROUTINES,
@@ -52,6 +53,7 @@ from verl_profiling.integrations.verl.profiler import (
     trainer_stage,
 )
 from verl_profiling.integrations.verl.versions_and_stages import (
+    START_PARTS,
     TRANSFER_QUEUE_STAGES,
     WEIGHT_SYNC_STAGES,
 )
@@ -207,10 +209,11 @@ def hook_weight_sync(module: Any) -> None:
     sends.
     """
     manager = module.CheckpointEngineManager
-    for name, marked in WEIGHT_SYNC_STAGES.items():
+    for name, part in WEIGHT_SYNC_STAGES.items():
         with _inside_auto_await(module, manager, name):
-            mark(manager, name, partial(awaited_stage, marked))
+            mark(manager, name, partial(awaited_stage, part))
     with _inside_auto_await(module, manager, "update_weights"):
+        mark(manager, "update_weights", partial(marked, "weight_sync"))
         wrap(manager, "update_weights", _noted_version)
 
 
@@ -250,6 +253,8 @@ def hook_v1_rollout(module: Any) -> None:
     """
     wrap(module.PPOTrainer, "_add_batch_to_generate", _beginning_rollout)
     mark(module.PPOTrainer, _LOADS, partial(trainer_stage, "load_prompts"))
+    for name, part in START_PARTS.items():
+        mark(module.PPOTrainer, name, partial(marked, part))
 
 
 def hook_data_loader(module: Any) -> None:
@@ -282,8 +287,8 @@ def hook_dispatch(module: Any) -> None:
 
 def hook_transfer_queue(module: Any) -> None:
     """Mark calls of TransferQueue, as stages of the trainer and as spans of agent loops."""
-    for name, marked in TRANSFER_QUEUE_STAGES.items():
-        mark(module, name, partial(trainer_stage, marked))
+    for name, part in TRANSFER_QUEUE_STAGES.items():
+        mark(module, name, partial(trainer_stage, part))
     for name, waits in _TRANSFER_QUEUE_OF_AGENT_LOOPS.items():
         mark(module, name, partial(span, waits))
 
@@ -342,6 +347,7 @@ class ProfilingTrainerMixin:
 def _made(init: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
     global _hooked
     _hooked = True
+    note_import()
     init(self, *args, **kwargs)
     with _training_goes_on():
         prepare(self)

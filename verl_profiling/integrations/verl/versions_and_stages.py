@@ -15,6 +15,14 @@ ASYNC_TRAINER_STAGES = {
     "timing_s/param_sync": "update_weights",
 }
 
+# Parts of the controller's start by method of its trainer.
+START_PARTS = {
+    "_init_tokenizer": "tokenizer",
+    "_init_dataloader": "data",
+    "_load_checkpoint": "load_checkpoint",
+    "_validate": "validate",
+}
+
 # Stage names of the controller by function of TransferQueue.
 TRANSFER_QUEUE_STAGES = {
     "kv_batch_get": "transfer_queue_get",

@@ -21,6 +21,7 @@ from typing import Any
 from verl_profiling import clock
 from verl_profiling.capture.session import process_session, stage
 from verl_profiling.capture.stage import LONG_NS, SpanLog, add_work
+from verl_profiling.files.process_marks import marked, note_import
 from verl_profiling.integrations.hooks import mark, misfits, wrap
 from verl_profiling.integrations.verl.versions_and_stages import (
     ACTOR_STAGES,
@@ -50,7 +51,10 @@ def hook_workers(module: Any) -> None:
     """Give verl's worker classes capture methods; only ``init_capture`` blocks a worker group."""
     from verl.single_controller.base.decorator import Dispatch, register
 
+    mark(module.ActorRolloutRefWorker, "init_model", partial(marked, "weights"))
+    mark(module.TrainingWorker, "reset", partial(marked, "weights"))
     for worker_class in (module.ActorRolloutRefWorker, module.TrainingWorker):
+        wrap(worker_class, "__init__", _made)
         worker_class.init_capture = register(dispatch_mode=Dispatch.ONE_TO_ALL)(_init_capture)
         add_capture_methods(
             worker_class, registered=register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -204,6 +208,11 @@ def _counted_mini_batch(train_batch: Callable[..., Any], *args: Any, **kwargs: A
     return output
 
 
+def _made(init: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    note_import()
+    init(self, *args, **kwargs)
+
+
 def _init_capture(self: Any, settings: ProfilingConfig, role: str) -> list[str]:
     """Set this worker up for ``role``; return sentences on data that is not recorded, and why."""
     engine = self.engine if hasattr(self, "engine") else (self.actor or self.ref).engine
@@ -230,10 +239,10 @@ def _mark_weight_sync(worker: Any, engine: Any) -> None:
     if "get_per_tensor_param" in vars(engine):
         return  # the worker was set up before
     wrap(engine, "get_per_tensor_param", _gathering)
-    for (owner, name), marked in WORKER_SYNC_STAGES.items():
+    for (owner, name), name_of_stage in WORKER_SYNC_STAGES.items():
         part = getattr(worker, owner, None)
         if part is not None:
-            mark(part, name, partial(stage, marked))
+            mark(part, name, partial(stage, name_of_stage))
 
 
 def _gathering(get_tensors: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -320,6 +329,7 @@ def add_actor_methods(actor_class: type[Any], role: str) -> None:
         self._verl_profiling.init_capture(settings, role=role, rank=rank, world_size=world_size)
         return misfits()
 
+    wrap(actor_class, "__init__", _made)
     actor_class.init_capture = init_capture
     add_capture_methods(actor_class, AgentLoopCaptureMixin())
 
@@ -362,14 +372,19 @@ async def _launch_vllm(run: Callable[..., Any], self: Any, args: Any) -> None:
     """Start the processes of a replica on a node, and set up the server;
     the first node has the engine.
     """
+    note_import()
     for name, value in VLLMCaptureMixin.engine_args(settings_of_server(self)).items():
         setattr(args, name, value)
-    await run(self, args)
+    with marked("engine"):
+        await run(self, args)
     _set_up(self, VLLMCaptureMixin(), getattr(self, "engine", None))
 
 
 async def _launch_sglang(launch: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    await launch(self, *args, **kwargs)
+    note_import()
+    SGLangCaptureMixin.engine_args(settings_of_server(self))
+    with marked("engine"):
+        await launch(self, *args, **kwargs)
     _set_up(self, SGLangCaptureMixin(), self)
 
 

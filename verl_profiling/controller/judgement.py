@@ -1,0 +1,35 @@
+"""The judgement of step summaries: what follows from the stages of all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.watch.exposed import exposed_in
+from verl_profiling.watch.idle import idle_in, made_in
+from verl_profiling.watch.savings import times_in
+from verl_profiling.watch.step_slices import StepSlices
+
+
+def judge(summaries: Sequence[StepSummary], has_workers: bool, roles: Collection[str] = ()) -> None:
+    """Add to step summaries what follows from the stages, such as idle time and exposed time.
+
+    All steps have the same processes.
+
+    Args:
+        summaries: Summaries of the steps.
+        has_workers: Whether the loop calls workers.
+        roles: Roles of these workers, as far as they are known.
+    """
+    is_silent = not {use.role for use in summaries[0].workers}.issuperset(roles)
+    slices = StepSlices(summaries)
+    for summary, rows in zip(summaries, exposed_in(slices, has_workers, is_silent), strict=True):
+        summary.exposed = rows
+    sides, times = idle_in(slices, has_workers), times_in(slices)
+    for number, summary in enumerate(summaries):
+        summary.trainer_idle, summary.rollout_idle = sides[number]
+        step_times = times[number]
+        summary.helps = step_times.largest() if step_times is not None else None
+        summary.add_up()
+        if summary.spans:
+            summary.samples, summary.tokens = made_in(summary)
