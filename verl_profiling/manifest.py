@@ -155,6 +155,7 @@ class StageSpan(msgspec.Struct, frozen=True):
         failed: Whether user code raised inside the stage, or the stage was open at the end of the
             capture.
         work: Size of the batch that the stage got, if the code passed it.
+        bytes: Bytes that an engine moved, released or reserved in it; 0 if unknown.
     """
 
     name: str
@@ -164,6 +165,7 @@ class StageSpan(msgspec.Struct, frozen=True):
     depth: Depth = 0
     failed: bool = False
     work: Work | None = None
+    bytes: Count = 0
 
 
 class StepSpan(msgspec.Struct, frozen=True, kw_only=True):

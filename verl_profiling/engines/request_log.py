@@ -11,11 +11,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextvars import ContextVar
 from hashlib import blake2b
 from numbers import Integral
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 
 from verl_profiling import clock
+from verl_profiling.files.engine_marks import stages_since
 from verl_profiling.manifest import BLOCK_TOKENS, CaptureResult, Request
 from verl_profiling.watch.sums import Busy
 
@@ -62,6 +64,7 @@ class RequestLog:
         self.policy_versions: list[int] = []
         self.pending_since_ns: list[int] = []
         self.begun = 0
+        self._begin_ns = 0
         self.is_replaced = False
         self.replica = 0
         self._open: set[OpenRequest] = set()
@@ -95,6 +98,7 @@ class RequestLog:
         Args:
             policy_version: Policy version from the loop; unused once the server has set one.
         """
+        self._begin_ns = clock.now_ns()
         if not self._server_knows:
             self._policy_version = policy_version
         self.policy_versions = [] if self._policy_version is None else [self._policy_version]
@@ -116,14 +120,16 @@ class RequestLog:
         return self._ended is not None
 
     def end_in_result(self, result: CaptureResult) -> CaptureResult:
-        """Stop logging; return the capture's result with the requests.
+        """Stop logging; return the capture's result with the requests, sleeps and wakes.
 
         Args:
             result: The result of the process that recorded the replica.
         """
         requests, versions = self.end(), list(self.policy_versions)
+        stages = [*result.stages, *stages_since(self._begin_ns)]
         return msgspec.structs.replace(
             result,
+            stages=sorted(stages, key=attrgetter("begin_ns", "depth")),
             requests=[*result.requests, *requests],
             policy_versions=list(dict.fromkeys([*result.policy_versions, *versions])),
             requests_logged=result.requests_logged or self.enabled,

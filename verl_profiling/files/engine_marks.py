@@ -17,6 +17,7 @@ from shutil import rmtree
 import msgspec
 
 from verl_profiling.files.opener import UNDECODABLE
+from verl_profiling.manifest import StageSpan
 
 VARIABLE = "VERL_PROFILING_MARKS"
 """Environment variable with the folder; without it, nothing is marked."""
@@ -71,6 +72,17 @@ def write_marks(marks: Iterable[EngineMark]) -> None:
     lines = msgspec.json.Encoder().encode_lines([*marks])
     with suppress(OSError), Path(os.environ[VARIABLE], str(os.getpid())).open("ab") as file:
         file.write(lines)
+
+
+def stages_since(begin_ns: int) -> list[StageSpan]:
+    """Return the sleeps and wakes of engines since a time, and their parts, as stages."""
+    stages = []
+    for mark in MarkReader().read():
+        if mark.is_of_step and mark.begin_ns >= begin_ns:
+            depth = mark.name.count("/")
+            span = StageSpan(mark.name, mark.begin_ns, mark.end_ns, depth=depth, bytes=mark.size)
+            stages.append(span)
+    return stages
 
 
 class MarkReader:

@@ -1118,6 +1118,7 @@ class GanttSpan(Struct, frozen=True):
         depth: 0 for an outermost stage.
         row: Row inside the lane, from 0. Concurrent stages are in different rows; a nested stage is
             in the row of its parent.
+        bytes: Bytes that an engine moved, released or reserved in it; 0 if unknown.
     """
 
     lane: str
@@ -1126,3 +1127,4 @@ class GanttSpan(Struct, frozen=True):
     end_us: float
     depth: int
     row: int = 0
+    bytes: int = 0

@@ -276,4 +276,5 @@ def gantt(step: Step) -> Iterator[GanttSpan]:
                 end_us=(span.end_ns - step.begin_ns) / 1000,
                 depth=span.depth,
                 row=row,
+                bytes=span.bytes,
             )

@@ -18,6 +18,7 @@ from verl_profiling.manifest import WEIGHT_SYNC
 from verl_profiling.numbers.idle_causes import ROLLOUT
 from verl_profiling.numbers.stage_rows import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report import losses, slow_links
+from verl_profiling.report.engine_calls import sleep_and_wake
 from verl_profiling.report.losses import (
     AWAIT,
     MARK_MORE,
@@ -240,6 +241,7 @@ _RANKED = (
         "of engines were idle while all their requests were queued: the engines were paused",
         "look for pause_generation and weight updates during the rollout",
     ),
+    Rule("sleep_and_wake", 0.10, sleep_and_wake),  # of the step
     Rule("weight_sync", 0.15, "were idle while weights went to the engines", stage=WEIGHT_SYNC),
     Rule(
         "gc",
