@@ -7,6 +7,7 @@ classes.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from zlib import crc32
 
 _STAGES = (
@@ -64,3 +65,10 @@ def cause_key(cause: str) -> str:
 
 def _other(name: str) -> str:
     return f"s{len(_STAGES) + crc32(name.encode()) % _OTHERS}"
+
+
+def colour_of(name: str, stages: Collection[str]) -> str:
+    """Return the class of a stage, or of a cause if the name is not one of the stages."""
+    if name in stages:
+        return stage_class(name)
+    return cause_key(name)

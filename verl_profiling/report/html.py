@@ -18,7 +18,7 @@ import msgspec
 
 from verl_profiling.numbers.columns import GanttSpan, PartRow, PathRow, WorkerRow, sum_of
 from verl_profiling.numbers.idle_causes import cause_name
-from verl_profiling.report.colours import cause_key, stage_class
+from verl_profiling.report.colours import cause_key, colour_of
 from verl_profiling.report.findings import calm
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.sentences import (
@@ -72,13 +72,10 @@ def picture(report: Report) -> dict[str, Any]:
         groups.setdefault(lane["role"], []).append(lane)
     for owner, spans in grouped(waits, attrgetter("lane")).items():
         groups.setdefault(_TRAJECTORIES, []).append(_lane(owner, None, spans, stages))
-    causes = {span.name for span in waits}.difference(span.name for span in report.gantt)
-    colours = [cause_key(name) if name in causes else stage_class(name) for name in stages]
+    own = {span.name for span in (*report.gantt, *parts)}
     return {
         "span_us": max(report.span_us, 1.0),
-        "stages": [
-            {"name": name, "colour": colour} for name, colour in zip(stages, colours, strict=True)
-        ],
+        "stages": [{"name": name, "colour": colour_of(name, own)} for name in stages],
         "groups": [_group(role, members) for role, members in groups.items()],
         "running": {row.worker: row.requests for row in report.running},
         "device": report.on_devices,
