@@ -329,7 +329,8 @@ def add_actor_methods(actor_class: type[Any], role: str) -> None:
         self._verl_profiling.init_capture(settings, role=role, rank=rank, world_size=world_size)
         return misfits()
 
-    wrap(actor_class, "__init__", _made)
+    if "__init__" in vars(actor_class):
+        wrap(actor_class, "__init__", _made)
     actor_class.init_capture = init_capture
     add_capture_methods(actor_class, AgentLoopCaptureMixin())
 
