@@ -29,10 +29,14 @@ OPENING = {
     "put_file",
 }
 MOVING = {"shutil.move", "shutil.copy", "shutil.copyfile", "shutil.copytree"}
-NO_FILES = {"webbrowser", "capture", "log", "self.requests", "self._requests", "self._log"}
+NO_FILES = {
+    *("webbrowser", "capture", "log", "self.requests", "self._requests", "self._log"),
+    "self._tracker",
+}
 NOT_READ = ("files.opener", "files.host_use")  # the one module, and one that reads /proc alone
 OTHERS = {
     "cli os.open": "the null device",
+    " Path('/proc/self/schedstat').read_text": "of the kernel",
     "clock Path('/proc/sys/kernel/random/boot_id').read_text": "of the kernel",
     "identity Path(f'/proc/{pid}/stat').read_text": "of the kernel",
     "files.machine os.open": "of the kernel",
@@ -45,7 +49,6 @@ OTHERS = {
     "steps.databases sqlite3.connect": "SQLite opens by name; it is opened and checked "
     "right before",
     "settings.model_config file.read_bytes": "the user's model",
-    "steps.npu_links sqlite3.connect": "as in steps.databases",
     "engines.vllm Path(f'/proc/{pid}/stat').read_text": "of the kernel",
     "tools.npu shutil.move": "a folder of torch_npu is renamed; the engine writes it by name",
     "files.remote self._fs.put_file": "file systems of fsspec read by name, from a private "

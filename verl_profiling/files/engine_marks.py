@@ -16,7 +16,7 @@ from shutil import rmtree
 
 import msgspec
 
-from verl_profiling.files.opener import UNDECODABLE
+from verl_profiling.files.opener import UNDECODABLE, appended, opened
 from verl_profiling.manifest import StageSpan
 
 VARIABLE = "VERL_PROFILING_MARKS"
@@ -70,7 +70,7 @@ def is_collecting() -> bool:
 def write_marks(marks: Iterable[EngineMark]) -> None:
     """Append marks of this process to its file."""
     lines = msgspec.json.Encoder().encode_lines([*marks])
-    with suppress(OSError), Path(os.environ[VARIABLE], str(os.getpid())).open("ab") as file:
+    with suppress(OSError), appended(Path(os.environ[VARIABLE], str(os.getpid()))) as file:
         file.write(lines)
 
 
@@ -103,7 +103,9 @@ class MarkReader:
         begin = self._read_bytes.get(path.name, 0)
         if path.stat().st_size == begin:
             return
-        content = path.read_bytes()[begin:]
+        with opened(path) as file:
+            file.seek(begin)
+            content = file.read()
         whole, end, _ = content.rpartition(b"\n")
         self._read_bytes[path.name] = begin + len(whole + end)
         for line in whole.splitlines():

@@ -55,7 +55,7 @@ def picture(report: Report) -> dict[str, Any]:
     path = []
     if report.captured:
         path = [row for row in report.critical_path if row.share >= _LEAST_SHARE]
-    parts = [_part(row) for row in path]
+    parts = list(map(_part, path))
     waits = sorted(report.trajectory_gantt, key=attrgetter("lane", "begin_us"))
     stages = list(dict.fromkeys(span.name for span in (*report.gantt, *parts, *waits)))
     groups: dict[str, list[dict[str, Any]]] = {}

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from verl_profiling.errors import ToolUnavailableError, TraceFormatError
+from verl_profiling.files.opener import read_small
 from verl_profiling.files.run_files import EventFile, pending_results, read_manifest
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.watch.sinks import PREFIX, WatchLog, values_of
@@ -314,7 +315,7 @@ class TrackerLog:
                 )
                 if not document.exists():
                     raise TraceFormatError(folder, f"no report: {done.stderr.strip()}")
-        findings = msgspec.json.decode(document.read_bytes(), type=_Report).findings
+        findings = msgspec.json.decode(read_small(document), type=_Report).findings
         return findings[0].text if findings else "nothing stands out"
 
 
