@@ -10,6 +10,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -46,7 +47,7 @@ def results(
     size = 0
     for _, files in calls:
         for file in files:
-            if file.path.exists():
+            with suppress(OSError):  # the file is missing, or a manifest's name of it is none
                 size += file.path.stat().st_size
     jobs = min(jobs, len(calls))
     if jobs < 2 or size < _SPAWN_BYTES:
