@@ -169,8 +169,8 @@ def judged(engine: str, folder: Path) -> list[dict[str, Any]]:
             callback.on_step_end()
             truth.append(dict(device.took_s))
     rows = []
-    for part, took, step in zip(parts, truth, open_run(folder).steps(), strict=True):
-        report = step.report()
+    for part, took, captured in zip(parts, truth, open_run(folder).steps(), strict=True):
+        report = captured.report()
         [said] = [one.text for one in report.findings if one.rule == "sleep_and_wake"]
         errors = []
         for name, seconds in took.items():
