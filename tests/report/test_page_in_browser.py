@@ -67,10 +67,13 @@ def test_a_browser_and_axe_find_nothing(seen: dict, large: dict) -> None:
     assert large["overflow"] <= 0
 
 
-def test_the_first_screen_has_four_figures_and_the_picture(seen: dict, report: Report) -> None:
+def test_the_first_screen_has_five_figures_and_the_picture(seen: dict, report: Report) -> None:
     """Each with title, number, unit and a line; below are the sections that have content."""
     titles, numbers, lines = zip(*seen["figures"], strict=True)
-    assert titles == ("Step", "Tokens per second", "Accelerators busy", "Lost")
+    assert titles == (
+        *("Step", "Tokens per second", "Requests a replica"),
+        *("Accelerators busy", "Lost"),
+    )
     assert all(number[0].isdigit() for number in numbers)
     assert lines[1].startswith(
         f"{report.throughput.tokens_per_s_per_device:,.0f} per second and lane"

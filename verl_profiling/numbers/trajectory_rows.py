@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from verl_profiling.numbers.columns import GanttSpan
 from verl_profiling.steps.read import Content
 from verl_profiling.steps.trajectory_columns import Trajectory
+from verl_profiling.units import shortened
 
 MOST_ROWS = 64
 """Maximum number of rows, which fill a screen; with more trajectories, each group has one row."""
@@ -40,7 +41,7 @@ def _shown(trajectories: list[Trajectory]) -> dict[int, str]:
     groups: set[str] = set()
     for index in order:
         said = trajectories[index].said
-        name = f"trajectory {said.group}/{said.sample}"
+        name = f"trajectory {shortened(said.group)}/{said.sample}"
         if len(trajectories) > MOST_ROWS:
             if said.group in groups or len(groups) == MOST_ROWS:
                 continue

@@ -279,7 +279,7 @@ def table(
     )
     body = ""
     for row, key in zip(rows, keys or [""] * len(rows), strict=True):
-        body += f"<tr>{''.join(_cells(headings, row, key))}</tr>"
+        body += f"<tr>{''.join(_cells(row, key))}</tr>"
     more = f'<label class="fold"><input type="checkbox"> all {len(rows)}</label>' * (
         len(rows) > _TOP
     )
@@ -302,19 +302,17 @@ def stacked(parts: Iterable[tuple[str, float, str]]) -> str:
     return ""
 
 
-def _cells(headings: Sequence[str], row: Sequence[Cell], key: str) -> Iterable[str]:
-    """Yield the cells of a row; on a narrow screen, each shows its heading (page.css)."""
+def _cells(row: Sequence[Cell], key: str) -> Iterable[str]:
     mark = f'<i class="{escape(key)}"></i>' if key else ""
-    for heading, (value, text, link) in zip(headings, row, strict=True):
-        shown = f'data-h="{escape(heading)}"'
+    for value, text, link in row:
         if value is None:
-            yield f'<td class="n" {shown} data-v="-1">&ndash;</td>'
+            yield '<td class="n" data-v="-1">&ndash;</td>'
         elif isinstance(value, int | float) and not isinstance(value, bool):
             number = _anchor(escape(text), link)
-            yield f'<td class="n" {shown} data-v="{value:g}">{mark}{number}</td>'
+            yield f'<td class="n" data-v="{value:g}">{mark}{number}</td>'
         else:
             name = _name(text) if value else f'<bdi class="said">{escape(text)}</bdi>'
-            yield f"<td {shown}>{mark}{_anchor(name, link)}</td>"
+            yield f"<td>{mark}{_anchor(name, link)}</td>"
         mark = ""
 
 

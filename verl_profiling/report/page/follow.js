@@ -12,6 +12,7 @@ function replaced(old, section) {
 }
 
 function show(page) {
+  label(page);
   const latest = new Map();
   let before = null;
   for (const section of sectionsOf(page)) {

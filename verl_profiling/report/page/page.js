@@ -3,6 +3,15 @@ const root = document.documentElement.dataset;
 root.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 document.getElementById("theme").addEventListener("click", () => { root.theme = root.theme === "dark" ? "light" : "dark"; });
 
+// On a narrow screen, each cell shows its heading (page.css). Also called by follow.js, for new tables.
+globalThis.label = (page) => {
+  for (const row of page.querySelectorAll("tbody > tr")) {
+    const headings = row.closest("table").tHead.rows[0].cells;
+    for (const cell of row.cells) cell.dataset.h = headings[cell.cellIndex].textContent;
+  }
+};
+label(document);
+
 function sortBy(heading) {
   const body = heading.closest("table").tBodies[0];
   const cell = (row) => row.cells[heading.cellIndex];
