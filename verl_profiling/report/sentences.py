@@ -51,7 +51,9 @@ class Figure(NamedTuple):
 
 
 def figures(report: Report) -> Iterator[Figure]:
-    """Yield the main figures: step time, tokens per second, busy share, lost lane-seconds."""
+    """Yield the main figures: step time, tokens per second, requests a replica, busy share, lost
+    lane-seconds.
+    """
     title = "Recorded"
     if report.captured:
         title = "Step"
