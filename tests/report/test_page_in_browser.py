@@ -79,7 +79,7 @@ def test_the_first_screen_has_five_figures_and_the_picture(seen: dict, report: R
     assert lines[1].startswith(
         f"{report.throughput.tokens_per_s_per_device:,.0f} per second and lane"
     )
-    assert seen["pictureFrom"] < 450
+    assert seen["pictureFrom"] < 460
     assert {"Lanes over time", "Stages", "Lost", "Workers"} <= set(seen["sections"])
     assert {"Engines", "Stragglers", "Kernels"} <= set(seen["sections"])
     assert "Reported by the loop" not in seen["sections"]

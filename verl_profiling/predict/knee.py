@@ -46,13 +46,12 @@ class Knee(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sentence(self) -> str:
         """The reason as text."""
-        text = f"{self.few:,} to {self.many:,} ran at once; "
         if self.requests is None:
-            text += f"at the most, twice as many made {self.gain:.0%} more tokens/s"
+            text = f"twice as many made {self.gain:.0%} more tokens/s"
         else:
-            text += f"beyond, twice as many make less than {_GAIN:.0%} more tokens/s"
+            text = f"beyond, twice as many make under {_GAIN:.0%} more tokens/s"
         if self.preempted:
-            text += f"; the KV cache was full at {self.most:,}: {self.preempted:,} preempted"
+            text += f"; KV cache full at {self.most:,}"
         return text
 
 
