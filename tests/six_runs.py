@@ -25,7 +25,7 @@ from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RUN_NAME, RunInfo
 from verl_profiling.settings.groups import Anomaly
 from verl_profiling.watch.collectives import RecorderReading
-from verl_profiling.watch.sinks import WatchLog
+from verl_profiling.watch.log_writer import WatchLog
 
 STEPS = 60
 RUNS = ("healthy", "slow rank", "slow reward", "growing sync", "ended hang", "not captured")

@@ -15,7 +15,7 @@ from step_folders import build_step
 from test_top import write_run
 
 from verl_profiling.cli import main
-from verl_profiling.watch.sinks import WatchLog
+from verl_profiling.watch.log_writer import WatchLog
 
 validator = pytest.importorskip("jsonschema").Draft202012Validator
 

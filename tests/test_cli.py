@@ -24,7 +24,7 @@ from test_top import CLI, write_run
 from verl_profiling.cli import COMMANDS, main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
 from verl_profiling.commands.timeline_server import TimelineServer
-from verl_profiling.watch.sinks import WatchLog
+from verl_profiling.watch.log_writer import WatchLog
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])

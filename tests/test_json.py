@@ -18,7 +18,7 @@ from test_top import write_run
 from verl_profiling.cli import main
 from verl_profiling.commands import COMMANDS, EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
 from verl_profiling.manifest import NsysRange, StageSpan
-from verl_profiling.watch.sinks import WatchLog
+from verl_profiling.watch.log_writer import WatchLog
 
 AUTOMATION = Path(__file__).parents[1] / "docs" / "automation.md"
 

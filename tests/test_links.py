@@ -16,7 +16,7 @@ from test_package import MODULES
 from test_top import write_run
 
 from verl_profiling import ConfigError, ProfilingCallback
-from verl_profiling.watch.sinks import WatchLog
+from verl_profiling.watch.log_writer import WatchLog
 
 OPENING = {
     "open",

@@ -35,7 +35,7 @@ from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
 from verl_profiling.report.watch_frame import RunView, captures_so_far, logged_steps, watch_frame
 from verl_profiling.steps.check import check
-from verl_profiling.watch.sinks import WatchLog
+from verl_profiling.watch.log_writer import WatchLog
 
 ENTERS, LEAVES = b"\x1b[?1049h", b"\x1b[?1049l"
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would their children.

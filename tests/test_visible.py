@@ -22,7 +22,7 @@ from verl_profiling.files.run_files import read_manifest, write_result
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import NsysRange
 from verl_profiling.units import byte_size, duration, visible
-from verl_profiling.watch.sinks import WatchLog
+from verl_profiling.watch.log_writer import WatchLog
 
 HOSTILE = "=cmd[/x]\x1b]0;owned\x07\x9b2J\u202egnp.exe"
 

@@ -347,8 +347,8 @@ class CapturedStep:
             scale: Factor of the time by stage, e.g. ``{"update_actor": 0.5}``, or by kernels:
                 ``kernel:`` and a pattern of their names, e.g. ``kernel:*gemm*``, for which each
                 call reads the traces.
-            balance: Stages in which every worker takes the mean time of the stage's workers; with
-                ``=work`` or ``=longest-first``, their work is divided anew.
+            balance: Stages in which every worker takes the mean time of the stage's workers.
+                ``update_actor=work`` or ``update_actor=longest-first`` deals the stage's work anew.
             no_tail: Percentage of its trajectories (else requests) after which a rollout ends.
             tools: By tool, the duration of each call (s), or its factor as text, e.g. ``0.5x``.
             unblock: Tools and other spans that no longer block the event loop.

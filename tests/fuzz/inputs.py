@@ -24,7 +24,7 @@ from verl_profiling.analysis import open_step
 from verl_profiling.files.run_files import read_manifest, write_json_atomically, write_result
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import Artifact, CaptureResult, Manifest, RunInfo
-from verl_profiling.watch.sinks import WatchLog
+from verl_profiling.watch.log_writer import WatchLog
 
 __all__ = ["INPUTS", "Input", "build"]
 

@@ -19,7 +19,7 @@ from verl_profiling.files.run_files import read_manifest
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_log import WatchLogReader
 from verl_profiling.manifest import Manifest
-from verl_profiling.watch.sinks import PREFIX
+from verl_profiling.watch.log_writer import PREFIX
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]
 

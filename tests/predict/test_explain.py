@@ -27,7 +27,7 @@ from verl_profiling.predict.graph import graph_of
 from verl_profiling.report.diff import Change, Diff
 from verl_profiling.steps.inputs import find_steps
 from verl_profiling.steps.read import read_step
-from verl_profiling.watch.sinks import WatchLog
+from verl_profiling.watch.log_writer import WatchLog
 
 LOOP = Path(__file__).parents[2] / "benchmarks" / "what_if_loop.py"
 GENERATE_S = [0.05, 0.06, 0.08, 0.1, 0.12, 0.15, 0.2, 0.3]

@@ -20,7 +20,7 @@ from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.manifest import Request
 from verl_profiling.report.findings import LIMIT, find
 from verl_profiling.report.model import Finding, Report
-from verl_profiling.watch.sinks import WatchLog
+from verl_profiling.watch.log_writer import WatchLog
 
 WHOLE: list[Drawn] = [("update_actor", 0, 10)]
 REDUCE = "ncclDevKernel_AllReduce_Sum"

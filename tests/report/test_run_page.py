@@ -17,7 +17,7 @@ from step_folders import build_step, rewrite
 
 from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
-from verl_profiling.files.hang_files import HangStacks
+from verl_profiling.files.hang_stacks import HangStacks
 from verl_profiling.files.run_files import write_json_atomically
 from verl_profiling.files.step_summary import Hang, SpanTotal
 from verl_profiling.report.html import render_html
@@ -26,7 +26,7 @@ from verl_profiling.report.run_page import render_run
 from verl_profiling.report.run_steps import RunCapture
 from verl_profiling.report.watch_frame import CaptureHead, RunView
 from verl_profiling.units import visible_text_of
-from verl_profiling.watch.sinks import WatchLog
+from verl_profiling.watch.log_writer import WatchLog
 
 
 @pytest.fixture(scope="module")

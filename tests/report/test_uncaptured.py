@@ -25,7 +25,7 @@ from verl_profiling.files.step_summary import RankUse, SpanTotal, StepSummary
 from verl_profiling.files.watch_log import WATCH_LOG
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
-from verl_profiling.watch.sinks import WatchLog
+from verl_profiling.watch.log_writer import WatchLog
 
 
 @pytest.fixture

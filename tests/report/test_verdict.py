@@ -15,7 +15,7 @@ from drawn_summaries import summary
 from verl_profiling.cli import main
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
-from verl_profiling.watch.sinks import WatchLog
+from verl_profiling.watch.log_writer import WatchLog
 
 MEMORY_TRACE = Path(__file__).parents[1] / "data" / "h100" / "memory.torch.json.gz"
 STARTS_MS = (980, 1010, 1040, 995, 1020)  # of a step, of five starts of one configuration

@@ -116,7 +116,11 @@ WRONG: list[tuple[Any, str, str]] = [
         ({"tool": "spans", "save_path": "memory://bucket/run", **given}, key, part)
         for given, key, part in (
             ({"tool": "nsys"}, "tool", "nsys writes after processes have ended"),
-            ({"limits": {"keep_last": 3}}, "limits.keep_last", "counts files of a folder"),
+            (
+                {"limits": {"keep_last": 3}},
+                "limits.keep_last",
+                "removes old captures of a local folder",
+            ),
             ({"remote": {"staging": "here"}}, "remote.staging", ""),
         )
     ),

@@ -30,7 +30,7 @@ from verl_profiling.report.sentences import waits
 from verl_profiling.trajectories import count
 from verl_profiling.watch.exposed import exposed
 from verl_profiling.watch.idle import idle_in, made_in
-from verl_profiling.watch.sinks import WatchLog, values_of
+from verl_profiling.watch.log_writer import WatchLog, values_of
 from verl_profiling.watch.step_slices import StepSlices
 from verl_profiling.workers import (
     AgentLoopCaptureMixin,

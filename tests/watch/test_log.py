@@ -18,7 +18,7 @@ from verl_profiling.files.watch_log import (
     has_watch_log,
     read_watch_log,
 )
-from verl_profiling.watch.sinks import WatchLog
+from verl_profiling.watch.log_writer import WatchLog
 
 
 def steps(reader: WatchLogReader) -> list[int]:

@@ -14,8 +14,8 @@ from quiet_steps import MS, with_stages
 from verl_profiling.cli import main
 from verl_profiling.controller.judgement import judge
 from verl_profiling.files.step_summary import RankUse, StepSummary
+from verl_profiling.watch.log_writer import WatchLog, values_of
 from verl_profiling.watch.savings import times_in
-from verl_profiling.watch.sinks import WatchLog, values_of
 from verl_profiling.watch.step_slices import StepSlices
 
 CALL_MS, BEGIN_NS = 2, 1_700_000_000_000_000_000

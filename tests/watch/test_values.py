@@ -12,7 +12,7 @@ from drawn_summaries import MS, summary
 from verl_profiling import ProfilingCallback
 from verl_profiling.files.step_summary import SpanTotal
 from verl_profiling.files.watch_log import WatchLogReader
-from verl_profiling.watch.sinks import values_of
+from verl_profiling.watch.log_writer import values_of
 
 
 def test_a_stage_has_exposed_time_leader_and_imbalance() -> None:

@@ -30,13 +30,13 @@ from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.spmd import Ranks
 from verl_profiling.controller.start_up import StartUp
 from verl_profiling.controller.worker_calls import Call, Postponed, Worker
-from verl_profiling.files.hang_files import HANGS
+from verl_profiling.files.hang_stacks import HANGS
 from verl_profiling.files.step_summary import Period, RankUse, StepSummary
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import finite_numbers
 from verl_profiling.settings.groups import WatchOptions
 from verl_profiling.watch.collectives import RecorderReading, with_lateness
-from verl_profiling.watch.sinks import Listener, Log
+from verl_profiling.watch.log_writer import Listener, Log
 from verl_profiling.watch.sums import STAGES_OF_A_STEP, StageSums, WatchQuestion, WatchReading
 from verl_profiling.watch.trackers import RunLogs
 

@@ -27,7 +27,7 @@ LOG_VERSION = 2
 NO_SPAN = -1
 MAX_LINE = 1 << 20
 _CHUNK = 4096  # lines that are encoded at once, while no other thread runs
-_UNLIKE = "which no log of trajectories has"
+_UNLIKE = "too large for a log of trajectories"
 _BLOCK_BYTES = 1 << 17  # that are unpacked and decoded at once: about a thousand lines
 MAX_BYTES = 1 << 27
 """Maximum number of uncompressed bytes to read."""

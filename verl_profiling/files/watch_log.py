@@ -2,7 +2,7 @@
 file.
 
 If a step has several lines, the last line counts. Both files have a limited size, so a long run
-keeps its latest steps. :mod:`verl_profiling.watch.sinks` writes the log; ``top`` follows the
+keeps its latest steps. :mod:`verl_profiling.watch.log_writer` writes the log; ``top`` follows the
 growing files with
 :class:`WatchLogReader`.
 """
@@ -34,7 +34,8 @@ def read_watch_log(run: Path) -> Sequence[StepSummary]:
     """Return the lines of a run's watch log, which are cached until the size of a file changes.
 
     Raises:
-        TraceFormatError: The log leads out of the run's folder, or cannot be read.
+        TraceFormatError: The log is a link to a file outside the run's folder, or cannot be
+                read.
     """
     sizes = []
     for part in (run / OLDER_WATCH_LOG, run / WATCH_LOG):
@@ -75,7 +76,8 @@ class WatchLogReader:
         """Yield the steps logged since the last call; the first call yields all steps in the log.
 
         Raises:
-            TraceFormatError: The log leads out of the run's folder, or cannot be read.
+            TraceFormatError: The log is a link to a file outside the run's folder, or cannot be
+                read.
         """
         with reading(self._run / WATCH_LOG), ExitStack() as stack:
             # The newer file is opened first. If it is rotated now, it is opened again as the older

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_profiling.files.recording_names import UNKNOWN_TOKENS
+from verl_profiling.files.iteration_names import UNKNOWN_TOKENS
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import WEIGHT_SYNC, CaptureResult
 from verl_profiling.numbers.columns import AchievedRow, WorkRow

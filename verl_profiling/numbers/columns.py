@@ -302,7 +302,8 @@ class StragglerRow(Row, frozen=True):
             machine. ``None`` if it cannot be told.
         error_us: Error bound of ``data_us``.
         tokens: Tokens of the slowest worker as a multiple of the others' mean; 0 if unknown.
-        fitted: Runs that ``data_us`` is fitted to; for ``None``, the reason.
+        fitted: Runs that ``data_us`` is fitted to, e.g. ``12 runs of update_actor``; if ``data_us``
+            is ``None``, why nothing could be fitted.
     """
 
     columns = (

@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_profiling.files.recording_names import UNKNOWN_TOKENS, Iteration
+from verl_profiling.files.iteration_names import UNKNOWN_TOKENS, Iteration
 from verl_profiling.numbers.columns import (
     OTHER_RANKS,
     DeviceRow,

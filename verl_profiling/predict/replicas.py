@@ -171,9 +171,9 @@ class _Simulation:
         engines: The engines of the step.
         replicas: Number of replicas.
         curve: Time of an iteration (ns), by the number of running requests.
-        order: Turn of each client in round robin, by the order of their first requests. ``None``
-            sends each request to the replica with the fewest requests.
-        spent_ns: Time with each number of running requests, to which all replicas add.
+        order: For round robin, the position of each client, which are numbered by their first
+            requests. ``None`` sends each request to the replica with the fewest requests.
+        spent_ns: Time with each number of running requests, summed over all replicas.
 
     Attributes:
         took_ns: Duration of each segment.

@@ -17,9 +17,9 @@ import msgspec
 from verl_profiling.manifest import WEIGHT_SYNC
 from verl_profiling.numbers.idle_causes import ROLLOUT
 from verl_profiling.numbers.stage_rows import CAPTURE_CALLS, OUTSIDE_STAGES
-from verl_profiling.report import losses, slow_links
+from verl_profiling.report import finding_measures, slow_links
 from verl_profiling.report.engine_calls import sleep_and_wake
-from verl_profiling.report.losses import (
+from verl_profiling.report.finding_measures import (
     AWAIT,
     MARK_MORE,
     Loss,
@@ -83,7 +83,7 @@ def _findings(report: Report, rules: Iterable[Rule]) -> Iterator[Finding]:
         if rule.stage is not None and not is_recorded(rule.stage, report):
             continue
         if isinstance(rule.losses, str):
-            measured: Iterable[Loss] = [losses.idle(report, rule.name, rule.losses)]
+            measured: Iterable[Loss] = [finding_measures.idle(report, rule.name, rule.losses)]
         else:
             measured = rule.losses(report)
         for loss in measured:
@@ -203,32 +203,34 @@ _FIRST = (
 _RANKED = (
     Rule(  # the threshold is a share of the trajectories' time
         "loop_blocked",
-        losses.BLOCKED,
-        losses.blocked,
+        finding_measures.BLOCKED,
+        finding_measures.blocked,
         f"{AWAIT}, so that other tasks go on",
         ROLLOUT,
     ),
     # share of the rollout minus share of the trajectories
-    Rule("last_trajectories", 0.15, losses.last_trajectories, stage=ROLLOUT),
+    Rule("last_trajectories", 0.15, finding_measures.last_trajectories, stage=ROLLOUT),
     # of the trajectories' time
-    Rule("trajectory_cause", 0.25, losses.one_cause, stage=ROLLOUT),
-    Rule("trajectories_for_nothing", 0.10, losses.for_nothing, stage=ROLLOUT),
+    Rule("trajectory_cause", 0.25, finding_measures.one_cause, stage=ROLLOUT),
+    Rule("trajectories_for_nothing", 0.10, finding_measures.for_nothing, stage=ROLLOUT),
     # of the stage's runs with known advantages or masks
-    Rule("training_for_nothing", 0.10, losses.useless_training),
+    Rule("training_for_nothing", 0.10, finding_measures.useless_training),
     Rule(  # of the step
         "polling",
-        losses.POLLS,
-        losses.polling,
+        finding_measures.POLLS,
+        finding_measures.polling,
         "poll more often; with verl, set a replay buffer of your own with a smaller "
         "poll_interval in trainer.v1.sampler.custom_sampler",
         ROLLOUT,
     ),
-    Rule("straggler", 0.05, losses.stragglers),  # of the role's time in the step
-    Rule("idle_stage", 0.10, losses.idle_stages),  # of the step
+    Rule("straggler", 0.05, finding_measures.stragglers),  # of the role's time in the step
+    Rule("idle_stage", 0.10, finding_measures.idle_stages),  # of the step
     # of the observed time of all devices, unless a comment says otherwise
-    Rule("long_tail", losses.LATE_REPLICA, losses.tail, stage=ROLLOUT),
-    Rule("slow_replica", 0.20, losses.slow_replica, stage=ROLLOUT),  # of the time for a token
-    Rule("after_generation", 0.05, losses.after_generation, stage=ROLLOUT),
+    Rule("long_tail", finding_measures.LATE_REPLICA, finding_measures.tail, stage=ROLLOUT),
+    Rule(
+        "slow_replica", 0.20, finding_measures.slow_replica, stage=ROLLOUT
+    ),  # of the time for a token
+    Rule("after_generation", 0.05, finding_measures.after_generation, stage=ROLLOUT),
     Rule(
         "no_requests",
         0.10,
@@ -257,8 +259,8 @@ _RANKED = (
         "(.item(), .cpu())",
     ),
     Rule("between_stages", 0.20, "were idle while the loop was in no stage", _MARK_STAGES, ""),
-    Rule("host_bound", 0.15, losses.host_bound),
-    Rule("unexplained", 0.20, losses.unexplained),
+    Rule("host_bound", 0.15, finding_measures.host_bound),
+    Rule("unexplained", 0.20, finding_measures.unexplained),
     Rule("exposed_communication", 0.05, slow_links.communication),
     Rule("slow_link", 0.05, slow_links.slow_links, "measure this link alone, e.g. with nccl-tests"),
 )

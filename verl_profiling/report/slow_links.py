@@ -8,8 +8,8 @@ from statistics import median
 
 from verl_profiling.numbers.bandwidth import SIZE_CLASS_BITS
 from verl_profiling.numbers.columns import LinkRow
-from verl_profiling.report import losses
-from verl_profiling.report.losses import Loss
+from verl_profiling.report import finding_measures
+from verl_profiling.report.finding_measures import Loss
 from verl_profiling.report.model import Report
 from verl_profiling.slices.intervals import grouped
 from verl_profiling.units import byte_size
@@ -27,7 +27,7 @@ def communication(report: Report) -> Iterator[Loss]:
     sentence = ""
     if parts:
         sentence = f" The bus bandwidth of {measured[-1].name} is {'; '.join(parts)}."
-    for loss in losses.communication(report):
+    for loss in finding_measures.communication(report):
         yield loss._replace(text=loss.text + sentence)
 
 

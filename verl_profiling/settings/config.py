@@ -348,7 +348,8 @@ class ProfilingConfig:
             raise ConfigError("save_path", str(error)) from error
         if self.limits.keep_last is not None:
             raise ConfigError(
-                "limits.keep_last", "counts files of a folder, but save_path is a URL"
+                "limits.keep_last",
+                "removes old captures of a local folder, but save_path is a URL; unset it",
             )
         for role in ("", *self.roles):
             tool = self.for_role(role).launched_tool

@@ -98,8 +98,8 @@ class AfterHook:
             command after its own artifacts are written.
         ranks: Ranks of these roles, written like ``select.ranks``. ``None``: the ranks that record.
             ``all``: also the ranks that do not record.
-        timeout_s: Seconds after which the command and its child processes are terminated. It also
-            begins if files of the capture are not written in this time.
+        timeout_s: Seconds after which the command and its child processes are terminated. If
+            files of the capture are not written within this time, it starts all the same.
     """
 
     command: tuple[str, ...] = ()

@@ -60,7 +60,7 @@ def subtract(spans: Spans, holes: Spans) -> Spans:
 
 
 def crowded(sets: Sequence[Spans]) -> Spans:
-    """Return the time in more than one of the sets."""
+    """Return the spans that lie in at least two of the sets."""
     return _where(2, np.concatenate((EMPTY, *sets)))
 
 

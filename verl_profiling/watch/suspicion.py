@@ -89,7 +89,7 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
 
     @property
     def who(self) -> list[str]:
-        """The suspects in a sentence, as a list; empty if the reason has them already."""
+        """A list of at most one clause that names the suspects; empty if ``reason`` names them."""
         if not self.stage or (self.sign == "leader" and len(self.suspects) <= 1):
             return []
         return [f"longest there: {', '.join(self.suspects)}" if self.suspects else NOBODY]

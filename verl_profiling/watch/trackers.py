@@ -27,7 +27,7 @@ from verl_profiling.errors import ToolUnavailableError, TraceFormatError
 from verl_profiling.files.opener import read_small
 from verl_profiling.files.run_files import EventFile, pending_results, read_manifest
 from verl_profiling.files.step_summary import StepSummary
-from verl_profiling.watch.sinks import PREFIX, WatchLog, values_of
+from verl_profiling.watch.log_writer import PREFIX, WatchLog, values_of
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from verl_profiling.integrations.verl import parts_of
 from verl_profiling.integrations.verl.versions_and_stages import TRAINER_STAGES, untested
 from verl_profiling.integrations.verl.workers import ROLLOUTER, rollout_processes
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.watch.sinks import PREFIX, values_of
+from verl_profiling.watch.log_writer import PREFIX, values_of
 
 logger = logging.getLogger(__name__)
 

@@ -1,33 +1,14 @@
-"""Parses names in recordings: those of torch_npu's files, and those of engine iterations.
+"""Parses the names of engine iterations in traces.
 
-A recording of torch_npu is a folder ``*_ascend_pt``. An engine annotates each of its iterations in
-a trace, under a name with the numbers of requests and tokens. A new engine needs a row in
-``ITERATION_NAMES``, unless it uses the names of vLLM or SGLang.
+An engine annotates each of its iterations, under a name with the numbers of requests and tokens. A
+new engine needs a row in ``ITERATION_NAMES``, unless it uses the names of vLLM or SGLang.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
-
-RECORDING_SUFFIX = "_ascend_pt"
-_INFO = re.compile(r"profiler_info_(\d+)\.json")
-
-
-def is_recording(path: Path) -> bool:
-    """Return whether a path is a recording of torch_npu."""
-    return path.name.endswith(RECORDING_SUFFIX) and path.is_dir()
-
-
-def rank_of_recording(path: Path) -> int | None:
-    """Return the rank in the file names of a recording; ``None`` without a rank."""
-    for file in path.iterdir():
-        if match := _INFO.fullmatch(file.name):
-            return int(match[1])
-    return None
-
 
 UNKNOWN_TOKENS = -1
 """Stands for the number of tokens of an iteration, if its name does not have the number."""
