@@ -24,6 +24,7 @@ import pytest
 from reader import Reader
 
 from verl_profiling.capture.session import Session, process_session
+from verl_profiling.files import engine_marks, process_marks
 from verl_profiling.testing import leaks
 
 # The same examples every time, so that no landing depends on dice; soaks and fuzzing throw their
@@ -60,6 +61,10 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     outputs = Path("outputs/profiling").exists()
     yield
     process_session().stop("no such capture", finish_s=30)
+    # The start of this test's engines is not of the next test's processes.
+    process_marks._marks.clear()
+    engine_marks._own = ""
+    os.environ.pop(engine_marks.VARIABLE, None)
     assert _after_a_while(leaks) == []
     assert _after_a_while(lambda: [str(child) for child in _children() - children]) == []
     assert outputs or not Path("outputs/profiling").exists(), "written into the working directory"

@@ -323,7 +323,7 @@ def test_no_file_system_for_a_url_is_said_with_the_remedy(monkeypatch: pytest.Mo
         ProfilingConfig(enable=True, tool="spans", save_path="s3://b/r")
 
 
-@pytest.mark.parametrize("command", ["report", "check", "merge", "collect", "view"])
+@pytest.mark.parametrize("command", ["report", "check", "merge", "collect"])
 def test_commands_refuse_urls_with_the_remedy(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -394,7 +394,7 @@ def test_all_steps_of_the_watch_are_compared(
     assert (watched["update_actor"].before_s, watched["step"].before_s) == (3.0105, 8.5105)
     assert watched["update_actor"].change_s == watched["step"].change_s == pytest.approx(0.5)
     assert watched["step"].noise_s == pytest.approx(0.0075)
-    assert found.basis.startswith("1 step(s) before and 1 after; the watch has 20 and 20")
+    assert found.basis.startswith("1 captured step before and 1 after; the watch has 20 and 20")
     saved = tmp_path / "report.json"
     main(["report", str(runs[0]), "--json"])
     saved.write_text(capsys.readouterr().out)

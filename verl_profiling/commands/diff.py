@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> bool:
     diff = compare(
         _joined(before, "reports"),
         _joined(after, "reports"),
-        logs if is_logged else ((), ()),
+        logs,
         _explained(before, after),
         differences(_joined(before, "infos"), _joined(after, "infos")),
         _renamed(before, after),

@@ -32,6 +32,7 @@ from verl_profiling.controller.worker_calls import Waits, settle
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.machine import no_room
 from verl_profiling.files.opener import make_folder, remove_file
+from verl_profiling.files.process_marks import START_UP
 from verl_profiling.files.remote import RemoteFolder, Upload, copy_line
 from verl_profiling.files.run_files import (
     RESULT_SUFFIX,
@@ -133,7 +134,7 @@ class Run:
             self._writer.submit(partial(self._publish, self.place.url, folder))
 
     def _publish(self, url: str, folder: Path | None) -> None:
-        paths = [self.path / name for name in (RUN_NAME, OLDER_WATCH_LOG, WATCH_LOG)]
+        paths = [self.path / name for name in (RUN_NAME, START_UP, OLDER_WATCH_LOG, WATCH_LOG)]
         if folder is not None:
             paths.append(folder / MANIFEST_NAME)
         for path in filter(Path.exists, paths):

@@ -27,6 +27,7 @@ from verl_profiling.numbers.stage_rows import CAPTURE_CALLS
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_table import middle
 from verl_profiling.report.scaling import Scaling, scaling_of
+from verl_profiling.report.sentences import counted
 from verl_profiling.report.tables import cells, named, without_middle
 from verl_profiling.report.terminal import fitting_console, print_table
 from verl_profiling.report.verdict import Verdict, verdict_of
@@ -183,7 +184,7 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         if before and after:
             logged = f"; the watch has {before:,} and {after:,}"
         if self.between_runs is not None:
-            captured = f"{self.before} captured steps before and {self.after} after"
+            captured = f"{counted(self.before, 'captured step')} before and {self.after} after"
             return f"{captured}{logged}"
         if self.before > 1 and self.after > 1:
             steps = f"medians of {self.before} steps before and {self.after} after"
@@ -248,7 +249,7 @@ def compare(
         scaling = scaling_of(before, after)
         changes += _missing(scaling)
     key = ("step", STEP)
-    if all(logged):
+    if all(logged) and all(map(all, logged)):
         key = ("watch", STEP)
         sides = (_logged_runs(logged[0]), _logged_runs(logged[1]))
         changes += _changes(*sides)

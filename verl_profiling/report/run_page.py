@@ -76,6 +76,8 @@ def render_run(
     content += _events(found, causes)
     content += _hangs(view, [event.step for event in found if event.kind == "hang"])
     content += captured_steps(captures)
+    if view.note:
+        content += section("Captures", f"<p>{_text(view.note)}</p>")
     if steps:
         lines = "".join(f"<li>{_text(line)}</li>" for line in waits(steps[-1]))
         note = f"In step {steps[-1].step}."

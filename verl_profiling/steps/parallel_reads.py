@@ -47,7 +47,7 @@ def results(
     size = 0
     for _, files in calls:
         for file in files:
-            with suppress(OSError):  # the file is missing, or a manifest's name of it is none
+            with suppress(OSError, ValueError):  # it is missing, or a manifest's name of it is none
                 size += file.path.stat().st_size
     jobs = min(jobs, len(calls))
     if jobs < 2 or size < _SPAWN_BYTES:

@@ -28,7 +28,6 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.iteration_names import is_like_iteration
 from verl_profiling.files.npu_folders import RECORDING_SUFFIX, rank_of_recording
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.slices.intervals import grouped
 from verl_profiling.steps.databases import NO_DATABASE
 from verl_profiling.steps.kinds import is_on_device
 from verl_profiling.steps.recordings import (
@@ -192,7 +191,9 @@ def _label(paths: Sequence[Path], directory: Path) -> str:
 def _steps(
     directory: Path, label: str, traces: list[PlainTrace], together: bool
 ) -> Iterator[StepInputs]:
-    steps = grouped(traces, lambda trace: number_in(trace.name, _STEP))
+    steps: dict[int | None, list[PlainTrace]] = {}
+    for trace in traces:
+        steps.setdefault(number_in(trace.name, _STEP), []).append(trace)
     if together and len(steps) > 1:
         steps = {None: traces}
     name = ""

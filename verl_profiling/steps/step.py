@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 from msgspec.structs import replace
 
 from verl_profiling.files.opener import named_file
@@ -258,7 +257,9 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
         if self.min_us:
             events = [e for e in events if e.ph != "X" or (e.dur or 0.0) >= self.min_us]
         if self.windows_ns:
-            windows = ((np.array(self.windows_ns) - base_ns) / 1000).tolist()
+            windows = [
+                ((begin - base_ns) / 1000, (end - base_ns) / 1000) for begin, end in self.windows_ns
+            ]
             events = [
                 e for e in events if e.ph == "M" or _overlaps(e.ts or 0.0, e.dur or 0.0, windows)
             ]
