@@ -220,7 +220,7 @@ def test_what_was_noticed_is_in_the_log_with_the_reason_against_a_capture(
         == 2
     )
     page = (tmp_path / "index.html").read_text()
-    assert noticed.noticed.reason in page
+    assert noticed.noticed.reason.capitalize() in page
     assert f"not captured: {noticed.waits}" in page
 
 
