@@ -68,9 +68,12 @@ def is_collecting() -> bool:
 
 
 def write_marks(marks: Iterable[EngineMark]) -> None:
-    """Append marks of this process to its file."""
+    """Append marks of this process to its file, if its folder is still known."""
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        return
     lines = msgspec.json.Encoder().encode_lines([*marks])
-    with suppress(OSError), appended(Path(os.environ[VARIABLE], str(os.getpid()))) as file:
+    with suppress(OSError), appended(Path(folder, str(os.getpid()))) as file:
         file.write(lines)
 
 
