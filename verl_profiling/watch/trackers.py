@@ -100,7 +100,8 @@ class WeightsAndBiases:
 
         self._artifact = wandb.Artifact
         loop = wandb.run
-        # Without credentials, init() would ask on the terminal, from this thread, and for ever.
+        # Without credentials, init() of wandb 0.31.0 asks on the terminal, from this thread, and
+        # for ever; the interpreter aborts at its exit. login() without a prompt asks nobody.
         is_online = loop is None and wandb.setup().settings.mode == "online"
         if is_online and not wandb.login(prompt=False):
             raise ToolUnavailableError("not logged in: wandb login, or WANDB_MODE=offline")
