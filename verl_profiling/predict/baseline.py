@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from verl_profiling.errors import ConfigError
+from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.files.trajectory_log import NO_SPAN
 from verl_profiling.manifest import POLLING, WAIT
-from verl_profiling.numbers.idle_causes import ROLLOUT
 from verl_profiling.predict.balance import shares_by_work
 from verl_profiling.predict.changes import Changes, check_name, factor_of, tool_name
 from verl_profiling.predict.kernels import KERNEL

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from verl_profiling.numbers.idle_causes import ROLLOUT
+from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.numbers.stage_rows import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.predict.replays import replay
 from verl_profiling.predict.segments import DELAY, WORK

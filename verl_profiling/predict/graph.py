@@ -31,10 +31,10 @@ from itertools import chain
 
 import numpy as np
 
+from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.manifest import WAIT
 from verl_profiling.numbers import lane_rows
 from verl_profiling.numbers.given_work import loads_of
-from verl_profiling.numbers.idle_causes import ROLLOUT
 from verl_profiling.numbers.stage_rows import capture_time
 from verl_profiling.predict.graph_builder import GraphBuilder
 from verl_profiling.predict.limits import Limit, limits_of

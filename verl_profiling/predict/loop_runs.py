@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.manifest import MOST_NESTED, POLLING, WAIT, StageSpan
-from verl_profiling.numbers.idle_causes import ROLLOUT
 from verl_profiling.predict.segments import NOTHING, OWN, Segment
 from verl_profiling.predict.step_graph import Graph
 from verl_profiling.slices.intervals import grouped

@@ -19,8 +19,8 @@ from heapq import heappop, heappush
 import numpy as np
 
 from verl_profiling.errors import ConfigError
+from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.manifest import WEIGHT_SYNC
-from verl_profiling.numbers.idle_causes import ROLLOUT
 from verl_profiling.predict.changes import Changes, check_name
 from verl_profiling.predict.engine_fit import Engines, Floats, Served, fitted
 from verl_profiling.predict.knee import knee_of

@@ -11,14 +11,13 @@ import numpy as np
 
 from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.files.run_files import known_run
-from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.files.step_summary import ROLLOUT, StepSummary
 from verl_profiling.files.watch_log import read_watch_log
 from verl_profiling.manifest import MANIFEST_NAME, WEIGHT_SYNC, Manifest
 from verl_profiling.numbers import capture_rows, collectives, idle_causes, lane_rows, stage_rows
 from verl_profiling.numbers.achieved import Achieved
 from verl_profiling.numbers.bandwidth import link_rows
 from verl_profiling.numbers.given_work import with_reason, work_rows
-from verl_profiling.numbers.idle_causes import ROLLOUT
 from verl_profiling.numbers.rollout_section import rollout_of
 from verl_profiling.numbers.suspects import requested_of
 from verl_profiling.numbers.taught_nothing import useless_training

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import median, median_low
 from typing import NamedTuple
 
+from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.numbers.capture_rows import slowest_replica
 from verl_profiling.numbers.columns import (
@@ -20,7 +21,6 @@ from verl_profiling.numbers.columns import (
     sum_of,
 )
 from verl_profiling.numbers.given_work import NO_WORK
-from verl_profiling.numbers.idle_causes import ROLLOUT
 from verl_profiling.numbers.taught_nothing import EQUAL
 from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import counted, late_response

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.manifest import WEIGHT_SYNC
-from verl_profiling.numbers.idle_causes import ROLLOUT
 from verl_profiling.numbers.stage_rows import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report import finding_measures, slow_links
 from verl_profiling.report.engine_calls import sleep_and_wake

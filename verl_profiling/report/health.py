@@ -88,7 +88,9 @@ def _noticed(
     later = [_measured(trigger, one) for one in steps if one.step > step and not one.captured]
     values = [value for value in later if value is not None][-_LATEST:]
     now, lasts = "Whether it lasts is not known yet.", True
-    if values:
+    if later and not values:
+        now = "Whether it lasts is not in the log."
+    elif values:
         usual, value = trigger.median, median(values)
         if trigger.sign == "leader":  # its median is of the steps with the lead
             usual = 0.0
