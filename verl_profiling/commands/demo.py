@@ -15,6 +15,7 @@ import webbrowser
 from contextlib import redirect_stdout
 
 from verl_profiling.commands import add_json, report
+from verl_profiling.files.process_marks import note_import
 from verl_profiling.tools.base import imported
 
 _STEPS = 24
@@ -33,6 +34,7 @@ def run(arguments: argparse.Namespace) -> bool:
     imported("torch", "torch", "torch")
     from verl_profiling.integrations.tiny_grpo import GRPOLoop, PolicyServer, PolicyWorker
 
+    note_import()  # so that the start-up of the run tells torch's import from unknown time
     settings = {
         "enable": True,
         "strict": True,
