@@ -73,8 +73,6 @@ class CaptureSelection(
 
 
 TriggerKind = Literal["schedule", "demand", "anomaly"]
-Sign = Literal["", "slow_step", "slow_stage", "slow_span", "leader", "memory"]
-"""The kind of an anomaly, with its name in the settings ``watch.trigger``."""
 
 
 class Trigger(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +84,7 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True):
         reason: Reason as a sentence; on demand, the requested selection.
         by: Requester of a capture on demand, e.g. ``root@node1``, or ``SIGUSR2``.
         request: Id of the :class:`CaptureRequest`, for a capture on demand.
-        sign: Kind of the anomaly that the watch detected.
+        sign: Kind of the anomaly that the watch detected, see ``files/watch_signs.py``.
         noticed: Number of the step with the anomaly.
         stage: The slow stage, if there is one; on demand, the only requested stage.
         span: Name of the slow span, if there is one.
@@ -102,7 +100,7 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     by: str = ""
     request: str = ""
-    sign: Sign = ""
+    sign: str = ""
     noticed: int | None = None
     stage: str = ""
     span: str = ""

@@ -17,6 +17,7 @@ from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.controller.watch import LOOP
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.step_summary import ROLLOUT, RankUse, StepSummary
+from verl_profiling.files.watch_signs import sign_of
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import Manifest
 from verl_profiling.settings.config import Decision, StepRange
@@ -33,15 +34,6 @@ Workers are read once a second at most.
 """
 
 T = TypeVar("T")
-_OF_A_STAGE = ("slow_stage", "leader")
-"""Kinds of anomaly for which only the stages inside the slow stage are captured, not the whole
-step.
-"""
-
-_OF_ALL = ("slow_stage", "slow_span")
-"""Kinds of anomaly that all workers of a stage may cause together: without a suspect, all are
-captured.
-"""
 
 
 class Anomalies:
@@ -231,14 +223,14 @@ class Anomalies:
 
     def _workers(self, noticed: Suspicion) -> list[RankUse]:
         lanes = [*noticed.suspects, *noticed.peers]
-        if not lanes and noticed.sign in _OF_ALL and noticed.stage != ROLLOUT:
+        if not lanes and sign_of(noticed).of_all and noticed.stage != ROLLOUT:
             lanes = noticed.everyone
         return [self._uses[lane] for lane in lanes if lane in self._uses and lane != LOOP.lane]
 
 
 def _stages_to_capture(noticed: Suspicion, in_engines: bool) -> tuple[str, ...] | None:
     """Return the stages to capture, inside the slow stage; ``None`` for the whole step."""
-    if noticed.sign not in _OF_A_STAGE:
+    if not sign_of(noticed).of_stage:
         return None
     if not in_engines:
         return _distinct(noticed.ran)

@@ -22,6 +22,7 @@ from typing import Any
 from msgspec.structs import asdict, replace
 
 from verl_profiling.capture_request import Trigger
+from verl_profiling.files.watch_signs import sign_of
 from verl_profiling.manifest import StageSpan
 from verl_profiling.numbers.capture_rows import measures_of
 from verl_profiling.numbers.collectives import last_to
@@ -77,9 +78,9 @@ def requested_of(
 def _last_rank(trigger: Trigger, step: Step, calls: Sequence[Calls]) -> tuple[str, float]:
     """Return the rank that was last in the collectives of the slow stage, and the others' wait (s).
 
-    Empty if the request names neither a stage nor a sign of all ranks (``slow_step``, ``leader``).
+    Empty if the request names neither a stage nor a sign of all ranks.
     """
-    if not trigger.stage and trigger.sign not in ("slow_step", "leader"):
+    if not trigger.stage and not sign_of(trigger).of_ranks:
         return "", 0.0
     least = _SMALL
     if trigger.sign and not trigger.suspects:

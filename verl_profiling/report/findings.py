@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from verl_profiling.files.step_summary import ROLLOUT
+from verl_profiling.files.watch_signs import SLOW_STAGE
 from verl_profiling.manifest import WEIGHT_SYNC
 from verl_profiling.numbers.stage_rows import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report import finding_measures, slow_links
@@ -128,7 +129,7 @@ def _comes_last(report: Report) -> Iterator[Loss]:
 def _in_no_stage(report: Report) -> Iterator[Loss]:
     """Yield the loop's time in no stage, if this time is the reason for the watch's capture."""
     request = report.capture_request
-    if request is None or request.sign != "slow_stage" or request.stage:
+    if request is None or request.sign != SLOW_STAGE or request.stage:
         return
     for row in stages_of(report, OUTSIDE_STAGES):
         text = (

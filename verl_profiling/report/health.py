@@ -8,8 +8,9 @@ from typing import Literal, NamedTuple
 
 from verl_profiling.capture_request import Trigger
 from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.files.watch_signs import sign_of
 from verl_profiling.report.run_table import trend_of
-from verl_profiling.report.sentences import counted, most_helpful, shown_value
+from verl_profiling.report.sentences import counted, most_helpful
 from verl_profiling.report.watch_frame import IN_NO_STAGE, RunView, noticed_in
 from verl_profiling.units import duration, listed
 
@@ -85,41 +86,20 @@ def _noticed(
     trigger: Trigger, why: str, steps: Sequence[StepSummary], ends_ns: Mapping[int, int]
 ) -> Event:
     step = trigger.noticed or 0
-    later = [_measured(trigger, one) for one in steps if one.step > step and not one.captured]
+    sign = sign_of(trigger)
+    later = [sign.value_in(trigger, one) for one in steps if one.step > step and not one.captured]
     values = [value for value in later if value is not None][-_LATEST:]
     now, lasts = "Whether it lasts is not known yet.", True
     if later and not values:
         now = "Whether it lasts is not in the log."
     elif values:
-        usual, value = trigger.median, median(values)
-        if trigger.sign == "leader":  # its median is of the steps with the lead
-            usual = 0.0
+        usual, value = trigger.median * sign.has_median, median(values)
         lasts = value > (usual + trigger.value) / 2
-        now = f"{'Still' if lasts else 'Now'} {shown_value(trigger.sign, value)}"
-        now += f", before {shown_value(trigger.sign, usual)}" * bool(usual) + "."
+        now = f"{'Still' if lasts else 'Now'} {sign.text_of(value)}"
+        now += f", before {sign.text_of(usual)}" * bool(usual) + "."
     who = listed(trigger.suspects) or trigger.span or trigger.stage or "no process"
     what = f"{trigger.reason[:1].upper()}{trigger.reason[1:]}"
     return Event(step, ends_ns.get(step, 0), trigger.sign, what, who, now, lasts, why)
-
-
-def _measured(trigger: Trigger, step: StepSummary) -> float | None:
-    """Return the value of a step in which the watch noticed an anomaly; ``None`` if unknown."""
-    if trigger.sign == "slow_step":
-        return step.seconds
-    if trigger.sign == "slow_stage":
-        return step.exposed_s.get(trigger.stage)
-    if trigger.sign == "slow_span":
-        for total in step.spans:
-            if total.name == trigger.span and total.runs:
-                return total.seconds / total.runs
-    if trigger.sign == "leader" and step.seconds:
-        leads = [
-            row.lead_ns / step.duration_ns
-            for row in step.exposed
-            if row.name == trigger.stage and row.leader in trigger.suspects
-        ]
-        return sum(leads)
-    return None
 
 
 def health(view: RunView, found: Sequence[Event], end: str, cause: str) -> Health:

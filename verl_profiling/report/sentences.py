@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from verl_profiling.files.step_summary import ROLLOUT, TRAINING, Idle, Saving, StepSummary
+from verl_profiling.files.watch_signs import sign_of
 from verl_profiling.numbers.achieved import WHOLE_STEP
 from verl_profiling.numbers.columns import (
     OTHER_RANKS,
@@ -19,7 +20,7 @@ from verl_profiling.numbers.idle_causes import cause_name
 from verl_profiling.numbers.last_response import LENGTH, SPEED
 from verl_profiling.report.model import Report
 from verl_profiling.slices.intervals import grouped
-from verl_profiling.units import byte_size, duration, listed
+from verl_profiling.units import duration, listed
 
 _MOST_BARS = 60
 _LEAST_WAIT = 0.01
@@ -159,18 +160,9 @@ def request_sentences(request: RequestedCapture | None) -> Iterator[str]:
     reason = request.reason.removeprefix(f"step {request.noticed}: ")
     yield f"captured {request.when} by {request.kind}{by}{named}{noticed}: {reason}"
     if request.history:
-        last = shown_value(request.sign, request.history[-1])
-        before = shown_value(request.sign, request.median)
+        text_of = sign_of(request).text_of
+        last, before = text_of(request.history[-1]), text_of(request.median)
         yield f"{sparkline(request.history, _MOST_BARS)} {last}, median before {before}"
-
-
-def shown_value(sign: str, value: float) -> str:
-    """Return a value of an anomaly as text: bytes, a share of the step, or a duration."""
-    if sign == "memory":
-        return byte_size(value)
-    if sign == "leader":
-        return f"{value:.1%} of the step"
-    return duration(value)
 
 
 def sentences(report: Report) -> Iterator[str]:

@@ -14,8 +14,8 @@ from statistics import median
 
 from msgspec.structs import replace
 
-from verl_profiling.capture_request import Sign
 from verl_profiling.files.step_summary import RankUse, SpanTotal, StepSummary
+from verl_profiling.files.watch_signs import LEADER, SLOW_SPAN, SLOW_STAGE, SLOW_STEP
 from verl_profiling.level_shifts import LEAST_S, MATTERS, Series
 from verl_profiling.settings.groups import Anomaly
 from verl_profiling.trajectories.spans import TRAJECTORY
@@ -151,7 +151,7 @@ class Detector:
         series = self._stages[stage]
         where = f"stage {stage}" if stage else "the time in no stage"
         took = f"step {summary.step}: {where} took {duration(series.value)} of the step, "
-        return self._suspicion("slow_stage", stage, series, summary, took)
+        return self._suspicion(SLOW_STAGE, stage, series, summary, took)
 
     def _slow_step(self, times: Iterable[str], summary: StepSummary) -> Suspicion:
         """Return the suspicion of a slow step, in the stage that grew most."""
@@ -162,10 +162,10 @@ class Detector:
         took = f"step {summary.step} took {duration(self._step.value)}"
         if grown_s.get(most, 0.0) > 0:
             took += f", by {duration(grown_s[most])} in {f'stage {most}' if most else 'no stage'}"
-        return self._suspicion("slow_step", most, self._step, summary, f"{took}: ")
+        return self._suspicion(SLOW_STEP, most, self._step, summary, f"{took}: ")
 
     def _suspicion(
-        self, sign: Sign, stage: str, series: Series, summary: StepSummary, took: str
+        self, sign: str, stage: str, series: Series, summary: StepSummary, took: str
     ) -> Suspicion:
         usual = series.past.usual
         times = "and the median was 0"
@@ -222,7 +222,7 @@ class Detector:
         key = max(doing, key=lambda key: every[key].excess * totals[key].runs)
         (role, name), series = key, every[key]
         took = f"step {summary.step}: {name} of {role} took {duration(series.value)} a call, "
-        suspicion = self._suspicion("slow_span", "", series, summary, took)
+        suspicion = self._suspicion(SLOW_SPAN, "", series, summary, took)
         workers = [use for use in summary.workers if use.role == worker_role(name)]
         if not workers:
             workers = [use for use in summary.workers if use.role == role and _has(use, name)]
@@ -245,7 +245,7 @@ def _leader(stage: str, lane: str, shares: Sequence[float], summary: StepSummary
     longer = duration(shares[-1] * summary.duration_ns / 1e9)
     suspicion = Suspicion(
         noticed=summary.step,
-        sign="leader",
+        sign=LEADER,
         stage=stage,
         value=shares[-1],
         median=median(shares),

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from verl_profiling.files.host_use import KINDS, MachineUse, ProcessUse
 from verl_profiling.files.step_summary import RankUse, StepSummary
+from verl_profiling.files.watch_signs import MEMORY
 from verl_profiling.settings.groups import Anomaly
 from verl_profiling.units import byte_size
 from verl_profiling.watch.suspicion import Suspicion, healthiest
@@ -202,7 +203,7 @@ class MemoryGrowth:
             }
         return Suspicion(
             noticed=summary.step,
-            sign="memory",
+            sign=MEMORY,
             suspects=suspects,
             peers=healthiest(alike, suspects) if alike else [],
             value=float(last.size),
@@ -231,7 +232,7 @@ class HostUses:
         for lane in suspicion.suspects:
             others = [share for other, share in waits.items() if other not in suspicion.suspects]
             share = waits.get(lane, 0.0)
-            if share < _NO_CPU or suspicion.sign == "memory":
+            if share < _NO_CPU or suspicion.sign == MEMORY:
                 continue
             said.append(f"{lane} was ready to run and got no CPU for {share:.0%} of the time")
             if others and share >= _MORE_THAN_PEERS * max(others):

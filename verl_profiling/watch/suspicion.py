@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from verl_profiling.capture_request import Trigger, TriggerKind
 from verl_profiling.files.step_summary import MOST_SPANS, OTHERS, SpanTotal, StepSummary
+from verl_profiling.files.watch_signs import LEADER, sign_of
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.level_shifts import LEAST_S, MATTERS, Series
 from verl_profiling.manifest import GC, WAIT, WEIGHT_SYNC
@@ -90,20 +91,17 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
     @property
     def who(self) -> list[str]:
         """A list of at most one clause that names the suspects; empty if ``reason`` names them."""
-        if not self.stage or (self.sign == "leader" and len(self.suspects) <= 1):
+        if not self.stage or (self.sign == LEADER and len(self.suspects) <= 1):
             return []
         return [f"longest there: {', '.join(self.suspects)}" if self.suspects else NOBODY]
 
     def lasts_in(self, summary: StepSummary) -> bool:
         """Return whether another step still has at least half of the excess over the median;
-        always ``True`` for signs that are no slow stage or step.
+        always ``True`` for signs that are not of the loop.
         """
-        if self.sign not in ("slow_stage", "slow_step"):
-            return True
-        took_s = (
-            summary.exposed_s.get(self.stage, 0.0) if self.sign == "slow_stage" else summary.seconds
-        )
-        return 2 * took_s >= self.value + self.median
+        sign = sign_of(self)
+        took_s = sign.value_in(self, summary) or 0.0
+        return not sign.is_of_loop or 2 * took_s >= self.value + self.median
 
     def named_in(self, summary: StepSummary) -> Suspicion:
         """Return the suspicion, with suspects if two later slow steps have the same first suspect.

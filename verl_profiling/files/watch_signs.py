@@ -1,0 +1,92 @@
+"""The signs by which the watch notices an anomaly, e.g. a slow stage, with what follows from each.
+
+A new sign is a row of :data:`SIGNS`, its threshold of the same name in ``watch.trigger``, and the
+test that notices it in ``watch/detector.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from verl_profiling.capture_request import Trigger
+from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.units import byte_size, duration
+
+SLOW_STEP, SLOW_STAGE, SLOW_SPAN = "slow_step", "slow_stage", "slow_span"
+LEADER, MEMORY = "leader", "memory"
+
+
+def _of_step(_: Trigger, step: StepSummary) -> float | None:
+    return step.seconds
+
+
+def _of_stage(trigger: Trigger, step: StepSummary) -> float | None:
+    return step.exposed_s.get(trigger.stage)
+
+
+def _of_span(trigger: Trigger, step: StepSummary) -> float | None:
+    for total in step.spans:
+        if total.name == trigger.span and total.runs:
+            return total.seconds / total.runs
+    return None
+
+
+def _of_leads(trigger: Trigger, step: StepSummary) -> float | None:
+    leads_ns = [
+        row.lead_ns
+        for row in step.exposed
+        if row.name == trigger.stage and row.leader in trigger.suspects
+    ]
+    return sum(leads_ns) / step.duration_ns if step.duration_ns else None
+
+
+def _unknown(_: Trigger, __: StepSummary) -> float | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A kind of anomaly.
+
+    Attributes:
+        value_in: The value of a later step that compares with the trigger's; ``None`` if unknown.
+        text_of: A value as text, with its unit.
+        is_of_loop: Whether the loop itself is slow, so that each later step shows if it lasts.
+        of_stage: Whether only the stages inside the slow stage are captured, not the whole step.
+        of_all: Whether all workers of a stage may cause it together: without a suspect, all are
+            captured.
+        of_ranks: Whether ranks that are late to collectives may cause it, also in no stage.
+        has_median: Whether the trigger's median is of the steps before the anomaly.
+    """
+
+    value_in: Callable[[Trigger, StepSummary], float | None]
+    text_of: Callable[[float], str] = duration
+    is_of_loop: bool = False
+    of_stage: bool = False
+    of_all: bool = False
+    of_ranks: bool = False
+    has_median: bool = True
+
+
+SIGNS = {
+    SLOW_STEP: Sign(_of_step, is_of_loop=True, of_ranks=True),
+    SLOW_STAGE: Sign(_of_stage, is_of_loop=True, of_stage=True, of_all=True),
+    SLOW_SPAN: Sign(_of_span, of_all=True),
+    LEADER: Sign(
+        _of_leads,
+        lambda share: f"{share:.1%} of the step",
+        of_stage=True,
+        of_ranks=True,
+        has_median=False,
+    ),
+    MEMORY: Sign(_unknown, byte_size),
+}
+"""Signs by their names in ``watch.trigger``, in ``Trigger.sign`` and in messages."""
+
+_NO_SIGN = Sign(_unknown)
+
+
+def sign_of(trigger: Trigger) -> Sign:
+    """Return the sign of a trigger; one without effects for a schedule, or a newer version."""
+    return SIGNS.get(trigger.sign, _NO_SIGN)
