@@ -26,7 +26,7 @@ HOOKED = (
 )
 
 
-IMPORT = f"from {PLUGIN}.versions_and_stages import untested"
+IMPORT = f"from {PLUGIN}.versions import untested"
 
 
 def program(*modules: str) -> str:

@@ -160,7 +160,7 @@ def _warn_of_other_verl() -> None:
     from verl_profiling.integrations.hooks import usable
 
     if not usable({EVERY}) or not (usable({"v0"}) or usable({"v1"})):
-        from verl_profiling.integrations.verl.versions_and_stages import TESTED
+        from verl_profiling.integrations.verl.versions import TESTED
 
         logger.warning(
             "verl_profiling profiles nothing of this verl, which runs on (%s); install verl %s",

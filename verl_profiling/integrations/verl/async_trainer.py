@@ -18,7 +18,7 @@ from typing import Any
 from verl_profiling.controller.callback import AsyncProfilingCallback
 from verl_profiling.integrations.hooks import mark, missing
 from verl_profiling.integrations.verl.profiler import Profiler, active_profiler
-from verl_profiling.integrations.verl.versions_and_stages import ASYNC_TRAINER_STAGES
+from verl_profiling.integrations.verl.stage_names import ASYNC_TRAINER_STAGES
 from verl_profiling.integrations.verl.workers import ROLLOUTER, add_actor_methods, rollout_processes
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.trajectories import Span, count, span

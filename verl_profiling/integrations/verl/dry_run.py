@@ -30,7 +30,7 @@ from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.integrations.hooks import misfits, usable
 from verl_profiling.integrations.verl import HOOKS, parts_of
 from verl_profiling.integrations.verl.bridge import captured_steps, plays, settings_of, why_nothing
-from verl_profiling.integrations.verl.versions_and_stages import untested
+from verl_profiling.integrations.verl.versions import untested
 from verl_profiling.settings.config import ProfilingConfig
 
 _MAIN = "verl.trainer.main_ppo"

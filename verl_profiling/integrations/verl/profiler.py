@@ -16,7 +16,8 @@ from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.integrations.hooks import misfits, usable, wrap
 from verl_profiling.integrations.verl import parts_of
-from verl_profiling.integrations.verl.versions_and_stages import TRAINER_STAGES, untested
+from verl_profiling.integrations.verl.stage_names import TRAINER_STAGES
+from verl_profiling.integrations.verl.versions import untested
 from verl_profiling.integrations.verl.workers import ROLLOUTER, rollout_processes
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.watch.log_writer import PREFIX, values_of

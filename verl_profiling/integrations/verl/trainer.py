@@ -52,7 +52,7 @@ from verl_profiling.integrations.verl.profiler import (
     sentences,
     trainer_stage,
 )
-from verl_profiling.integrations.verl.versions_and_stages import (
+from verl_profiling.integrations.verl.stage_names import (
     START_PARTS,
     TRANSFER_QUEUE_STAGES,
     WEIGHT_SYNC_STAGES,

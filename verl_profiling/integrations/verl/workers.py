@@ -23,7 +23,7 @@ from verl_profiling.capture.session import process_session, stage
 from verl_profiling.capture.stage import LONG_NS, SpanLog, add_work
 from verl_profiling.files.process_marks import marked, note_import
 from verl_profiling.integrations.hooks import mark, misfits, wrap
-from verl_profiling.integrations.verl.versions_and_stages import (
+from verl_profiling.integrations.verl.stage_names import (
     ACTOR_STAGES,
     CRITIC_STAGES,
     OFFLOADING,

@@ -1,9 +1,10 @@
-"""Facts that change with the versions of verl: the tested versions, and the names of its stages."""
+"""The names of stages in runs of verl, by what verl calls or times.
+
+A new stage of a method or timer that a table has is one row. Others are marked by a hook, see the
+table of ``integrations/verl/__init__.py``.
+"""
 
 from __future__ import annotations
-
-TESTED = ("0.9.0", "0.9.1")
-"""Versions of verl that the tests run with; end-to-end runs use only the newest of them."""
 
 # Stage names of the controller by timer of verl, if the two names differ.
 TRAINER_STAGES = {"adv": "advantage", "ref": "ref_log_prob", "testing": "validate"}
@@ -70,12 +71,3 @@ OFFLOADING = {
     "offload_{}_model_to_cpu": "offload_model",
     "offload_{}_optimizer": "offload_optimizer",
 }
-
-
-def untested() -> str | None:
-    """Return a warning if the installed version of verl is untested, else ``None``."""
-    from verl import __version__ as version
-
-    if version in TESTED:
-        return None
-    return f"verl {version} was not tested with this package, {' and '.join(TESTED)} were"
