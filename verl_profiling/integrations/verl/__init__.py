@@ -47,7 +47,7 @@ def parts_of(config: Any) -> set[str]:
     return {EVERY, *trainers, *filter(None, settings)}
 
 
-_RECORDS = {
+RECORDS = {
     ("verl.utils.profiler", EVERY): {
         "trainer:hook_timers": "steps, rollouts and the controller's stages",
         "trajectories:hook_simple_timer": "the timers of agent loops",
@@ -143,7 +143,7 @@ def _await_modules() -> tuple[Hook, ...]:
     from verl_profiling.integrations.hooks import Hook
 
     hooks = []
-    for (module, part), functions in _RECORDS.items():
+    for (module, part), functions in RECORDS.items():
         for put_in, records in functions.items():
             needed = put_in in _NEEDED
             hook = Hook(module=module, put_in=put_in, records=records, needed=needed, part=part)

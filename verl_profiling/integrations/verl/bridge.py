@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from verl_profiling.capture_request import Ranks
-from verl_profiling.engines import adapter_named
+from verl_profiling.engines import ENGINES, adapter_named
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE
+from verl_profiling.integrations.verl import RECORDS
 from verl_profiling.settings.config import ProfilingConfig, Schedule, planned_captures
 from verl_profiling.settings.groups import EVERY_RANK, RoleOverride
 from verl_profiling.settings.model_config import model_sizes
@@ -31,8 +32,8 @@ logger = logging.getLogger(__name__)
 _CRITIC = "critic"
 TRAINING_ROLES = ("actor", "ref", _CRITIC)
 _GROUPS = ("default", "discrete", "off", "verl")  # further options of +profiling, besides e2e
-_ENGINES = ("vllm", "sglang")
-"""Engines whose servers are hooked; see the hooks in ``integrations/verl/__init__.py``."""
+_ENGINES = [engine for engine in ENGINES if engine in {part for _, part in RECORDS}]
+"""Engines whose servers are hooked."""
 _SWITCHED_OFF = "set profiling.roles.rollout.enable=false"
 _EVERYWHERE = (*TRAINING_ROLES, ROLLOUT_ROLE)
 _BLOCKS = {role: f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref", ROLLOUT_ROLE)}
