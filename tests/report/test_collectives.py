@@ -58,6 +58,19 @@ def test_the_example_of_the_page(tmp_path: Path) -> None:
     assert (slow.wait_us, slow.behind_us) == (pytest.approx(2e6), pytest.approx(2e6))
 
 
+def test_the_only_call_of_a_collective_makes_ranks_wait_though_they_leave_apart(
+    tmp_path: Path,
+) -> None:
+    """Ranks leave a barrier a moment after each other, as on any host."""
+    workers = ranks([(REDUCE, 0.3, 2.1)], [(REDUCE, 0.7, 2.101)], [(REDUCE, 1.5, 2.102)])
+    report = report_of(tmp_path, [("update_actor", 0, 3)], workers)
+    assert waiting(report) == {
+        "actor_rank0": pytest.approx(1.2, abs=0.01),
+        "actor_rank1": pytest.approx(0.8, abs=0.01),
+        "actor_rank2": 0.0,
+    }
+
+
 def test_calls_of_one_collective_count_once_where_they_match(tmp_path: Path) -> None:
     """Two that wait at the same time are one wait;
     a call that one rank did not record is left out.

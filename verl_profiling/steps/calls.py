@@ -160,12 +160,12 @@ def _unsteady_ns(runs: Ints) -> float:
 
 
 def _recorded_by_all(of_lanes: Sequence[Ints]) -> int:
-    """Return how many calls all ranks may have recorded: the fewest runs of a rank that end while
-    all ranks record.
+    """Return how many calls all ranks may have recorded: the fewest runs of a rank that overlap the
+    time in which all ranks record.
     """
     first = max(runs[:, 0].min() for runs in of_lanes)
     last = min(runs[:, 1].max() for runs in of_lanes)
-    return min(int(((first <= runs[:, 1]) & (runs[:, 1] <= last)).sum()) for runs in of_lanes)
+    return min(int(((first <= runs[:, 1]) & (runs[:, 0] <= last)).sum()) for runs in of_lanes)
 
 
 def _by_end(of_lanes: Sequence[Ints]) -> Ints:
