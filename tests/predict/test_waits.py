@@ -358,3 +358,40 @@ def test_no_hang_is_a_trajectory_that_queues(seed: int) -> None:
     lane, reason, _ = culprit([loop, agents], "rollout")
     assert lane == "agent_loop_rank0"
     assert any(name in reason for name in culprits), reason
+
+
+def drawn_service(folder: Path, seed: int, factor: float = 1.0) -> float:
+    """Draw trajectories that are scored by a process of its own, one at a time; return the step's
+    duration (s).
+    """
+    drawn = random.Random(seed)
+    arrivals = sorted(0.1 + drawn.random() for _ in range(8))
+    log, scored, free = DrawnLog(end=20), [], 0.0
+    for arrival in arrivals:
+        begin = max(arrival + LATENCY, free)
+        free = begin + factor * drawn.uniform(0.1, 0.4)
+        scored.append(("reward", begin, free))
+        spans = [("generate", 0.05, arrival), ("reward", arrival, free + LATENCY)]
+        log.trajectory(0.05, free + LATENCY, *spans)
+    rollout = free + 0.05
+    folder.mkdir()
+    stages = [("rollout", 0, rollout), ("update_actor", rollout, rollout + 0.4)]
+    drawn_inputs(folder, stages, [Worker("reward", 0, stages=scored)], rollout + 0.4)
+    log.add_to(folder)
+    return rollout + 0.4
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("factor", [0.3, 0.5, 2])
+def test_calls_wait_for_a_service_that_serves_one_at_a_time(
+    tmp_path: Path, seed: int, factor: float
+) -> None:
+    """The service's own stages say which part of a call is a wait for the calls before."""
+    recorded = drawn_service(tmp_path / "recorded", seed)
+    truth = drawn_service(tmp_path / "changed", seed, factor)
+    step = open_step(tmp_path / "recorded")
+    found = step.what_if(tools={"reward": f"{factor}x"})
+    assert found.span_us == pytest.approx(recorded * 1e6)
+    assert found.predicted_us == pytest.approx(truth * 1e6, abs=0.01e6)
+    if factor < 1:
+        assert "--tools reward=0.5x" in {row.option for row in step.what_if().what_would_help}

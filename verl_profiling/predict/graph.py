@@ -13,6 +13,7 @@ collective, after its last rank      calls matched by group and order           
 stage of a rank of an SPMD program   last rank enters it; no collectives are recorded assumed
 request, after another one           the engine served one at a time                  yes
 end of a wait, and release of a slot acquires followed releases of a limit of slots   assumed
+call of a service, after another one a worker's stage of that name in each, one by one yes
 stage of the loop, and of a worker   same name; else the time inside a stage that has assumed
                                      no worker stage of its name
 rollout, and trajectory or request   it ends in the stage                             assumed
@@ -37,7 +38,7 @@ from verl_profiling.numbers import lane_rows
 from verl_profiling.numbers.given_work import loads_of
 from verl_profiling.numbers.stage_rows import capture_time
 from verl_profiling.predict.graph_builder import GraphBuilder
-from verl_profiling.predict.limits import Limit, limits_of
+from verl_profiling.predict.limits import Limit, limits_of, services_of
 from verl_profiling.predict.loop_runs import Early, LoopRuns, Run, polled
 from verl_profiling.predict.rollout_runs import rollout_runs
 from verl_profiling.predict.segments import OWN, WORK, Segment, SegmentTable
@@ -63,8 +64,9 @@ def graph_of(content: Content) -> Graph:
     of_workers = loop.runs_of_workers(step)
     _add_lanes(graph, step, len(of_workers) + len(loop.loose))
     runs = list(chain.from_iterable(of_workers.values()))
-    loop.call(runs)
-    limits = limits_of(content.records, content.pieces)
+    served, services = services_of(runs, content.records)
+    loop.call(run for run in runs if run not in served)
+    limits = [*limits_of(content.records, content.pieces), *services]
     rollouts, chains = rollout_runs(content, limits, loop.root.who)
     graph.segments = SegmentTable(chains)
     loop.roll_out(of_workers, rollouts)

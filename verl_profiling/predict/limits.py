@@ -5,18 +5,25 @@ the call. A limit explains the waits if acquire number i comes just after releas
 slot may be held until the end of a later span, of the span around the wait, or of the trajectory.
 For each of these, the least n that all holders need is computed, and the share of the waiting time
 that it explains.
+
+A service is a worker whose stage serves a span of its name, of a trajectory. One that serves a call
+at a time is a limit of one: the first part of a span may be a wait for the calls before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from verl_profiling.files.trajectory_log import NO_SPAN
 from verl_profiling.manifest import WAIT
-from verl_profiling.slices.intervals import Ints
+from verl_profiling.predict.changes import tool_name
+from verl_profiling.predict.loop_runs import Run
+from verl_profiling.slices.intervals import Ints, grouped
 from verl_profiling.steps.causes import Pieces
 from verl_profiling.steps.trajectory_columns import OWN_CODE, Records
 
@@ -80,6 +87,49 @@ def limits_of(records: Records, pieces: Pieces) -> list[Limit]:
         elif len(alone) > 1:
             limits += filter(None, [waits.limit(name, rows)])
     return limits
+
+
+def services_of(runs: Sequence[Run], records: Records) -> tuple[set[Run], list[Limit]]:
+    """Return the stages of services, and a limit for each service that serves one call at a time.
+
+    The calls of a name and the stages of that name are as many, and in order of their ends each
+    stage is inside its call.
+
+    Args:
+        runs: The outermost stages of workers.
+        records: The trajectories.
+    """
+    spans, served, limits = records.spans, set[Run](), list[Limit]()
+    names = np.array(list(map(tool_name, records.names)))
+    for name, of_name in grouped(sorted(runs, key=attrgetter("end_ns")), _name_of).items():
+        rows = np.flatnonzero((names[spans.name] == name) & (spans.trajectory >= 0))
+        rows = rows[np.argsort(spans.end[rows], kind="stable")]
+        begin, end = np.array([(run.begin_ns, run.end_ns) for run in of_name]).T
+        if len(rows) != len(of_name):
+            continue
+        if (spans.begin[rows] <= begin).all() and (end <= spans.end[rows]).all():
+            served.update(of_name)
+            calls = zip(of_name, rows.tolist(), strict=True)
+            for who, mine in grouped(calls, lambda call: call[0].who).items():
+                limits += _serial(name, who, mine, records)
+    return served, limits
+
+
+def _serial(
+    name: str, who: str, calls: Sequence[tuple[Run, int]], records: Records
+) -> Iterator[Limit]:
+    """Yield the limit of a service, if it served one call at a time and a call waited for it."""
+    holds, free_ns = list[Hold](), 0
+    for run, row in calls:
+        since_ns = int(records.spans.begin[row])
+        if since_ns >= free_ns:  # the service was free: what came before is the way to it
+            since_ns = run.begin_ns
+        owner = int(records.spans.trajectory[row])
+        holds.append(Hold(owner, since_ns, run.begin_ns, run.end_ns))
+        free_ns = run.end_ns
+    is_serial = all(one.end_ns <= following.begin_ns for one, following in pairwise(holds))
+    if is_serial and any(hold.since_ns < hold.begin_ns for hold in holds):
+        yield Limit(name, 1, holds, f"{name} of {who}")
 
 
 def _parts(rows: Ints, column: Ints) -> list[Ints]:
@@ -211,3 +261,6 @@ def _explained(since: Ints, begin: Ints, end: Ints) -> tuple[float, int]:
     free = np.concatenate((since[:slots], released[:-slots]))
     left = (begin - np.maximum(since, free)).clip(0)
     return float(1 - left.sum() / (begin - since).sum()), slots
+
+
+_name_of = attrgetter("name")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import attrgetter
 
 import numpy as np
@@ -71,7 +71,7 @@ def rollout_runs(
             chains.append(number)
             continue
         run.is_cut = trajectory.cut_begin
-        mine = rows(number)
+        mine = list(_cut(rows(number), [hold for _, hold in holds[number]]))
         run.pieces = _acquired(parts.of(mine), holds[number])
         first_span = mine[0][-1] if mine else -1
         if trajectory.cut_begin and first_span >= 0:
@@ -112,6 +112,15 @@ def _rows_of_others(pieces: Pieces, is_chain: Bools) -> Callable[[int], list[tup
 
 def _rows(*columns: Ints) -> Iterator[tuple[int, ...]]:
     return zip(*(column.tolist() for column in columns), strict=True)
+
+
+def _cut(rows: Iterable[tuple[int, ...]], holds: Sequence[Hold]) -> Iterator[tuple[int, ...]]:
+    """Cut the time of a trajectory where it gets or releases a slot inside of a span."""
+    edges = sorted({edge for hold in holds for edge in (hold.begin_ns, hold.end_ns)})
+    for owner, begin, end, *more in rows:
+        inside = [edge for edge in edges if begin < edge < end]
+        for since, until in pairwise([begin, *inside, end]):
+            yield owner, since, until, *more
 
 
 def _requests(step: Step, served: Iterable[Request]) -> Iterator[Run]:
