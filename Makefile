@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-replayers test-trackers test-slurm test-newest test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device dist test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-replay demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge idle-judge hang-judge memory-judge death-judge sleep-judge what-if-judge work-judge links-judge scaling-judge verdict-judge knee-judge savings-judge clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-replayers test-trackers test-slurm test-newest test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device dist test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-replay demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge idle-judge hang-judge memory-judge death-judge sleep-judge what-if-judge strangers-judge work-judge links-judge scaling-judge verdict-judge knee-judge savings-judge clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -348,6 +348,9 @@ death-judge: .venv/.ready ## End loops in thirteen ways, and print what check sa
 sleep-judge: .venv-vllm/.ready .venv-sglang/.ready ## Make each part of an engine's sleep and wake slow, and print what the report names (two minutes)
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/sleep_judge.py vllm
 	SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=recipes/sglang_cpu .venv-sglang/bin/python benchmarks/sleep_judge.py sglang
+
+strangers-judge: .venv/.ready ## Make what what-if offers to three loops with real compute, and print what it brought (ten minutes)
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/strangers_judge.py
 
 work-judge: .venv/.ready ## Hold what the report says of a slow rank, its data or its machine, against CPU times (ten minutes)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/work_judge.py
