@@ -325,6 +325,29 @@ def test_a_tool_of_a_rollout_from_before_the_step(tmp_path: Path, seed: int) -> 
         assert found.predicted_us == pytest.approx((generate + tool * factor) * 1e6, rel=0.02)
 
 
+@pytest.mark.parametrize("waits_s", [0.00001, 0.2])
+def test_a_wait_of_a_rollout_from_before_the_step(tmp_path: Path, waits_s: float) -> None:
+    """The turn that began before the step may be over before the next step begins. A wait of a
+    moment makes nothing uncertain.
+    """
+    log = DrawnLog(end=1)
+    for _ in range(4):
+        spans = [("generate", -0.3, 0.01), ("wait:slot", 0.01, 0.01 + waits_s)]
+        log.trajectory(-0.3, 0.7, *spans, ("tool:search", 0.01 + waits_s, 0.7))
+        log.trajectory(0.7, 2, ("generate", 0.7, 2), status="running")
+    stages = [("wait:rollout", 0, 0.7), ("update_actor", 0.7, 1)]
+    drawn_inputs(tmp_path, [*stages, ("rollout", 0, 0.7), ("rollout", 0.7, 1)], [], 1)
+    log.add_to(tmp_path)
+    found = open_step(tmp_path).what_if(scale={"rollout": 0.5})
+    assert found.predicted_us == pytest.approx(0.5e6, rel=0.02)
+    if waits_s < 0.1:
+        assert found.low_us is None
+    else:
+        assert found.low_us is not None
+        assert found.high_us is not None
+        assert found.low_us <= found.predicted_us <= found.high_us
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_hang_is_a_trajectory_that_queues(seed: int) -> None:
     """Whatever waits, and however long: the process is in another span that is open."""

@@ -142,7 +142,8 @@ def _interval_ns(
         assumed: Sentences on what is assumed; this function adds its own.
     """
     spans_ns = [replayed.span_ns]
-    if len(baseline.waits) and changes.options():
+    waits_ns = baseline.graph.segments.recorded_ns()[baseline.waits].sum()
+    if waits_ns > _LEAST_SHARE * replayed.span_ns and changes.options():
         spans_ns += _with_waits_ns(baseline, replayed, changes)
     for balanced in changes.balance:
         stage = balanced.partition("=")[0]
@@ -167,7 +168,9 @@ def _with_waits_ns(baseline: Baseline, replayed: Replay, changes: Changes) -> tu
     them. The least has them scaled by the smallest factor, but is no shorter than without waits.
     """
     table = baseline.graph.segments
-    recorded_ns = table.recorded_ns()
+    recorded_ns = table.recorded_ns().copy()
+    # work from the step before takes what that one leaves of it, which is no factor of anything
+    recorded_ns[[one.segment for one in baseline.graph.carried]] = 0
     stages = {table[at].stage for at in baseline.waits.tolist()} - {""}
     factors, inside = [1.0], set[str]()
     for within_stages, ats in table.by_stages():
