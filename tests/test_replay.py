@@ -16,6 +16,7 @@ from tests.agent_load import TOOL_S, record_load
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_OK
 from verl_profiling.files.run_files import read_manifest
+from verl_profiling.integrations.replay import ordinary_tokens
 
 ANSWER_S = 0.03
 
@@ -73,6 +74,8 @@ def test_a_server_gets_the_load_of_the_step_and_the_replay_is_a_capture(
     by_lengths = {(len(body["prompt"]), body["max_tokens"]): body for body in asked}
     assert sorted(by_lengths) == [(3, 5), (100, 20), (100, 30), (140, 7)]
     assert {body["min_tokens"] for body in asked} == {5, 7, 20, 30}
+    sent = {token for body in asked for token in body["prompt"]}
+    assert min(sent) > 258  # special tokens, and tokens of one byte
     first, second, sample = (by_lengths[key] for key in ((100, 20), (140, 7), (100, 30)))
     assert first["prompt"] == sample["prompt"]
     assert first["prompt"][:64] == second["prompt"][:64]
@@ -129,3 +132,28 @@ def test_what_an_engine_lacks_is_refused_by_name(
     """Nothing is sent, and the error says what to choose from."""
     assert main(["replay", str(record_load(tmp_path)), *words]) == EXIT_BAD_INPUT
     assert reason in capsys.readouterr().err
+
+
+class Tokenizer:
+    """A tokenizer of transformers with special tokens inside and behind its vocabulary."""
+
+    vocab_size = 12
+    all_special_ids = (0, 13)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "tokens"),
+    [
+        (None, [0, 1, 2, 3, 6, 8, 9, 10, 11, 12, 13, 14]),
+        (Tokenizer(), [1, 2, 3, 6, 8, 9, 10, 11]),
+    ],
+)
+def test_prompts_have_ordinary_tokens(tokenizer: Tokenizer | None, tokens: list[int]) -> None:
+    """No token of an end, an image or a padding is drawn, nor one that was added to the model."""
+    config = {
+        "bos_token_id": None,
+        "eos_token_id": [4, 5],
+        "text_config": {"image_token_id": 7, "id2label": {0: "LABEL_0"}},
+        "vocab_size": 15,
+    }
+    assert ordinary_tokens(15, config, tokenizer) == tokens

@@ -14,7 +14,9 @@ from tests.engines.server import SGLANG_ON_CPU
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_OK
 from verl_profiling.files.run_files import read_manifest
+from verl_profiling.integrations.replay import SGLangServer, VLLMServer
 
+SPECIAL_IDS = (0, 1, 2)  # of tiny_model
 VLLM: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "enforce_eager": True,
@@ -45,8 +47,20 @@ def test_an_engine_answers_the_load_with_the_recorded_lengths(
     tiny_model: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Twice, each time with an empty cache; the group's prompt comes out of it then."""
+    """Twice, each time with an empty cache; the group's prompt comes out of it then.
+
+    The engine gets no token that its model says is special.
+    """
+    server = {"vllm": VLLMServer, "sglang": SGLangServer}[engine]
+    generate, sent = server.generate, set[int]()
+
+    async def noted(self: Any, id: str, prompt: list[int], tokens: int) -> None:
+        sent.update(prompt)
+        await generate(self, id, prompt, tokens)
+
+    monkeypatch.setattr(server, "generate", noted)
     folder = record_load(tmp_path / "run", prompt_hashes=True)
     settings = {model_option: str(tiny_model), **options}
     words = ["replay", str(folder), "--engine", engine, "--times", "2"]
@@ -59,6 +73,7 @@ def test_an_engine_answers_the_load_with_the_recorded_lengths(
         ),
     ]
     assert main(words) == EXIT_OK
+    assert min(sent) > max(SPECIAL_IDS)
     for number in (1, 2):
         manifest = read_manifest(tmp_path / "again" / f"step_{number:06}")
         requests = [one for worker in manifest.workers for one in worker.requests]

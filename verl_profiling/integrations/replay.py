@@ -12,7 +12,7 @@ import json
 import random
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import cycle
@@ -33,7 +33,9 @@ from verl_profiling.workers import (
     VLLMCaptureMixin,
 )
 
-_VOCABULARY = 500  # a server behind a URL does not say its own; models that people serve have more
+# Tokens for a server behind a URL, which does not say its own: above the special ones and the bytes
+# of SentencePiece (107 in Gemma, 258 in Llama 2) and the bytes of byte-level BPE (255).
+_OF_ANY_MODEL = range(300, 500)
 _MOST_CONNECTIONS = 1000
 _WARM_UP_TOKENS = 2
 _CONNECT_S = 10.0
@@ -44,10 +46,10 @@ class Server(Protocol):
     """A server with a capture mixin, and these methods.
 
     Attributes:
-        vocabulary: Number of token ids of the model.
+        tokens: Ids of the ordinary tokens of the model.
     """
 
-    vocabulary: int
+    tokens: Sequence[int]
 
     async def generate(self, id: str, prompt: list[int], tokens: int) -> None:
         """Serve one request with exactly so many tokens."""
@@ -57,6 +59,27 @@ class Server(Protocol):
 
     def close(self) -> None:
         """End the engine."""
+
+
+def ordinary_tokens(vocabulary: int, config: Mapping[str, Any], tokenizer: Any) -> list[int]:
+    """Return the ids of tokens without a meaning of their own, such as an end or an image.
+
+    Args:
+        vocabulary: Number of token ids of the model.
+        config: The model's configuration, as Hugging Face writes it.
+        tokenizer: The model's tokenizer of transformers; ``None`` without one.
+    """
+    special = {*_special_in(config), *getattr(tokenizer, "all_special_ids", ())}
+    size = min(vocabulary, getattr(tokenizer, "vocab_size", vocabulary))  # without added tokens
+    return [token for token in range(size) if token not in special]
+
+
+def _special_in(config: Mapping[str, Any]) -> Iterator[int]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _special_in(value)
+        elif str(name).endswith("_token_id"):  # id2label has numbers
+            yield from value if isinstance(value, list) else [value]
 
 
 class VLLMServer(VLLMCaptureMixin):
@@ -79,7 +102,10 @@ class VLLMServer(VLLMCaptureMixin):
 
         recorded = self.engine_args(profiling)
         self.engine = AsyncLLM.from_engine_args(arguments(**options, **recorded))
-        self.vocabulary = self.engine.vllm_config.model_config.get_vocab_size()
+        model = self.engine.vllm_config.model_config
+        tokenizer = None if model.skip_tokenizer_init else self.engine.tokenizer
+        config = model.hf_config.to_dict()
+        self.tokens: Sequence[int] = ordinary_tokens(model.get_vocab_size(), config, tokenizer)
         self.init_capture(profiling, replica=replica)
 
     async def generate(self, id: str, prompt: list[int], tokens: int) -> None:
@@ -108,7 +134,10 @@ class SGLangServer(SGLangCaptureMixin):
         import sglang
 
         self.engine = sglang.Engine(**options)
-        self.vocabulary = self.engine.tokenizer_manager.model_config.vocab_size
+        manager = self.engine.tokenizer_manager
+        model = manager.model_config
+        config = model.hf_config.to_dict()
+        self.tokens: Sequence[int] = ordinary_tokens(model.vocab_size, config, manager.tokenizer)
         self.init_capture(profiling, replica=replica)
 
     async def generate(self, id: str, prompt: list[int], tokens: int) -> None:
@@ -136,7 +165,7 @@ class CompletionsServer(RolloutCaptureMixin):
         ConfigError: The server does not answer.
     """
 
-    vocabulary = _VOCABULARY
+    tokens: Sequence[int] = _OF_ANY_MODEL
 
     def __init__(self, profiling: Mapping[str, Any], url: str) -> None:
         self._url = url.rstrip("/")
@@ -245,7 +274,7 @@ async def replay(
         callback.add_rollout(list(servers))
         for number in range(step, step + times):
             for server in servers:
-                await server.generate("warm-up", [1], _WARM_UP_TOKENS)
+                await server.generate("warm-up", [server.tokens[0]], _WARM_UP_TOKENS)
                 await server.reset()
             await callback.on_step_begin(number)
             await callback.on_rollout_begin()
@@ -282,19 +311,19 @@ async def _send(rows: Sequence[Mapping[str, Any]], server: Server, begin_s: floa
                 async with span("tool:recorded"):
                     await asyncio.sleep(row["delay"] / 1e3)
             id = f"{name} turn {turn}"
-            prompt = _prompt(row["hash_ids"], row["input_length"], server.vocabulary)
+            prompt = _prompt(row["hash_ids"], row["input_length"], server.tokens)
             async with span("generate", request=id):
                 await server.generate(id, prompt, row["output_length"])
 
 
-def _prompt(blocks: Sequence[int], length: int, vocabulary: int) -> list[int]:
+def _prompt(blocks: Sequence[int], length: int, tokens: Sequence[int]) -> list[int]:
     """Return a prompt of a length, with the same tokens wherever a block is the same."""
-    tokens: list[int] = []
+    prompt: list[int] = []
     for block in blocks:
-        tokens += _block(block, vocabulary)
-    return tokens[:length]
+        prompt += [tokens[place] for place in _block(block, len(tokens))]
+    return prompt[:length]
 
 
 @cache
-def _block(number: int, vocabulary: int) -> list[int]:
-    return random.Random(number).choices(range(vocabulary), k=BLOCK_TOKENS)
+def _block(number: int, tokens: int) -> list[int]:
+    return random.Random(number).choices(range(tokens), k=BLOCK_TOKENS)
