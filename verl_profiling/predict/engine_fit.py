@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.errors import ConfigError
+from verl_profiling.predict.limits import ENGINE
 from verl_profiling.predict.replays import Replay
 from verl_profiling.predict.step_graph import Graph
 from verl_profiling.slices.intervals import Ints
@@ -149,7 +150,7 @@ def fitted(recorded: Replay, replicas: int | None = None) -> Engines:
             OPTION,
             "needs requests with tokens in the step, which a capture with rollout.requests has",
         )
-    if any(graph.segments[at].queue for request in served for at in request.segments):
+    if any(one.queue.startswith(ENGINE) for one in graph.segments.others):
         raise ConfigError(
             OPTION,
             "needs engines that serve several requests at once; raise their limit "

@@ -38,7 +38,7 @@ from verl_profiling.numbers import lane_rows
 from verl_profiling.numbers.given_work import loads_of
 from verl_profiling.numbers.stage_rows import capture_time
 from verl_profiling.predict.graph_builder import GraphBuilder
-from verl_profiling.predict.limits import Limit, limits_of, services_of
+from verl_profiling.predict.limits import Limit, engines_of, limits_of, services_of
 from verl_profiling.predict.loop_runs import Early, LoopRuns, Run, polled
 from verl_profiling.predict.rollout_runs import rollout_runs
 from verl_profiling.predict.segments import OWN, WORK, Segment, SegmentTable
@@ -66,8 +66,9 @@ def graph_of(content: Content) -> Graph:
     runs = list(chain.from_iterable(of_workers.values()))
     served, services = services_of(runs, content.records)
     loop.call(run for run in runs if run not in served)
-    limits = [*limits_of(content.records, content.pieces), *services]
-    rollouts, chains = rollout_runs(content, limits, loop.root.who)
+    limits = limits_of(content.records, content.pieces)
+    serial = [*services, *engines_of(content.records, content.served)]
+    rollouts, chains = rollout_runs(content, [*limits, *serial], loop.root.who)
     graph.segments = SegmentTable(chains)
     loop.roll_out(of_workers, rollouts)
     later = list(_later(content, runs))

@@ -6,13 +6,15 @@ slot may be held until the end of a later span, of the span around the wait, or 
 For each of these, the least n that all holders need is computed, and the share of the waiting time
 that it explains.
 
-A service is a worker whose stage serves a span of its name, of a trajectory. One that serves a call
-at a time is a limit of one: the first part of a span may be a wait for the calls before.
+A service is a worker whose stage serves a span of its name, of a trajectory. A service or an engine
+that serves one call at a time is a limit of one: the first part of a call may be a wait for those
+before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
@@ -20,12 +22,12 @@ from typing import NamedTuple
 import numpy as np
 
 from verl_profiling.files.trajectory_log import NO_SPAN
-from verl_profiling.manifest import WAIT
+from verl_profiling.manifest import WAIT, Request
 from verl_profiling.predict.changes import tool_name
 from verl_profiling.predict.loop_runs import Run
 from verl_profiling.slices.intervals import Ints, grouped
 from verl_profiling.steps.causes import Pieces
-from verl_profiling.steps.trajectory_columns import OWN_CODE, Records
+from verl_profiling.steps.trajectory_columns import GENERATE, OWN_CODE, Records
 
 # the holder's span may end this much after the next acquire: both are tasks of one event loop
 _ERROR_NS = 1_000_000
@@ -33,6 +35,9 @@ _ERROR_NS = 1_000_000
 _LEAST_SHARE = 0.9
 _LEAST_WAITS = 3  # fewer may end with another span by chance
 _LEAST_WAIT_NS = 5_000_000  # shorter ones are code, or the way to the next task of the loop
+
+ENGINE = "replica "
+"""Prefix of the queue of an engine that serves one request at a time."""
 
 
 class Hold(NamedTuple):
@@ -109,27 +114,46 @@ def services_of(runs: Sequence[Run], records: Records) -> tuple[set[Run], list[L
             continue
         if (spans.begin[rows] <= begin).all() and (end <= spans.end[rows]).all():
             served.update(of_name)
-            calls = zip(of_name, rows.tolist(), strict=True)
-            for who, mine in grouped(calls, lambda call: call[0].who).items():
-                limits += _serial(name, who, mine, records)
+            calls = defaultdict[str, list[Hold]](list)
+            owners, since = spans.trajectory[rows].tolist(), spans.begin[rows].tolist()
+            for run, owner, since_ns in zip(of_name, owners, since, strict=True):
+                calls[run.who].append(Hold(owner, since_ns, run.begin_ns, run.end_ns))
+            for who, of_service in calls.items():
+                limits += _serial(name, f"{name} of {who}", of_service)
     return served, limits
 
 
-def _serial(
-    name: str, who: str, calls: Sequence[tuple[Run, int]], records: Records
-) -> Iterator[Limit]:
-    """Yield the limit of a service, if it served one call at a time and a call waited for it."""
-    holds, free_ns = list[Hold](), 0
-    for run, row in calls:
-        since_ns = int(records.spans.begin[row])
-        if since_ns >= free_ns:  # the service was free: what came before is the way to it
-            since_ns = run.begin_ns
-        owner = int(records.spans.trajectory[row])
-        holds.append(Hold(owner, since_ns, run.begin_ns, run.end_ns))
-        free_ns = run.end_ns
-    is_serial = all(one.end_ns <= following.begin_ns for one, following in pairwise(holds))
-    if is_serial and any(hold.since_ns < hold.begin_ns for hold in holds):
-        yield Limit(name, 1, holds, f"{name} of {who}")
+def engines_of(records: Records, served: Mapping[int, Request]) -> Iterator[Limit]:
+    """Yield a limit for each engine that serves one request at a time.
+
+    Args:
+        records: The trajectories.
+        served: The engine request of each span that has one.
+    """
+    spans, calls = records.spans, defaultdict[int, list[Hold]](list)
+    for row, request in served.items():
+        since_ns, begin_ns = int(spans.begin[row]), request.scheduled_ns or request.begin_ns
+        hold = Hold(int(spans.trajectory[row]), since_ns, begin_ns, request.end_ns)
+        calls[request.replica].append(hold)
+    for replica, of_replica in calls.items():
+        yield from _serial(GENERATE, f"{ENGINE}{replica}", of_replica)
+
+
+def _serial(name: str, queue: str, calls: list[Hold]) -> Iterator[Limit]:
+    """Yield the limit of what served one call at a time, though a call came before another began.
+
+    A call that came while nothing was served has no wait: until its begin, it was on its way.
+    """
+    calls.sort(key=attrgetter("begin_ns"))
+    pairs = list(pairwise(calls))
+    is_serial = all(one.end_ns <= following.begin_ns for one, following in pairs)
+    if is_serial and any(following.since_ns < one.begin_ns for one, following in pairs):
+        holds, free_ns = list[Hold](), 0
+        for call in calls:
+            is_way = call.since_ns >= free_ns
+            holds.append(call._replace(since_ns=call.begin_ns) if is_way else call)
+            free_ns = call.end_ns
+        yield Limit(name, 1, holds, queue)
 
 
 def _parts(rows: Ints, column: Ints) -> list[Ints]:

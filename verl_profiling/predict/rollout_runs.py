@@ -30,10 +30,7 @@ from verl_profiling.steps.lanes import Step
 from verl_profiling.steps.read import Content
 from verl_profiling.steps.trajectory_columns import (
     BEFORE,
-    FROM_THE_ENGINE,
-    GENERATE,
     LOOP_LAG,
-    TO_THE_ENGINE,
     Records,
 )
 
@@ -56,7 +53,7 @@ def rollout_runs(
             holds[hold.trajectory].append((limit, hold))
     pieces = content.pieces.of(np.lexsort((content.pieces.begin, content.pieces.owner)))
     parts, runs = _Parts(records, served), list[Run]()
-    is_chain = _chained(content, pieces, parts.queued)
+    is_chain = _chained(content, pieces)
     chains, rows = list[int](), _rows_of_others(pieces, is_chain)
     for number, trajectory in enumerate(records.trajectories):
         if trajectory.cut_end:
@@ -80,14 +77,13 @@ def rollout_runs(
     return [*runs, *_requests(step, served.values())], table
 
 
-def _chained(content: Content, pieces: Pieces, queued: Iterable[int]) -> Bools:
-    """Return for each trajectory whether its time is a chain: it begins and ends in the step, does
-    one thing at a time, and waits for no engine that serves one request at a time.
+def _chained(content: Content, pieces: Pieces) -> Bools:
+    """Return for each trajectory whether its time is a chain if it waits for nothing: it begins and
+    ends in the step, and does one thing at a time.
 
     Args:
         content: Everything that was read of the step.
         pieces: The time of the trajectories, by trajectory and begin.
-        queued: Spans of requests that wait for such an engine.
     """
     records = content.records
     is_chain = np.array([not (one.cut_begin or one.cut_end) for one in records.trajectories], bool)
@@ -96,7 +92,6 @@ def _chained(content: Content, pieces: Pieces, queued: Iterable[int]) -> Bools:
     is_chain &= np.bincount(pieces.owner, minlength=len(is_chain)) > 0
     is_same = pieces.owner[1:] == pieces.owner[:-1]
     is_chain[pieces.owner[1:][is_same & (pieces.begin[1:] < pieces.end[:-1])]] = False
-    is_chain[pieces.owner[np.isin(pieces.span, [*queued])]] = False
     return is_chain
 
 
@@ -137,25 +132,6 @@ def _requests(step: Step, served: Iterable[Request]) -> Iterator[Run]:
             yield run
 
 
-def _queued(records: Records, served: Mapping[int, Request]) -> dict[int, int]:
-    """Return when the request before ended (ns), by a request's span, for engines that serve one
-    request at a time.
-
-    Such an engine never served two at once, though a request arrived while another one ran.
-    """
-    before_ns: dict[int, int] = {}
-    engines: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    for span, request in served.items():
-        since_ns = request.scheduled_ns or request.begin_ns
-        engines[request.replica].append((since_ns, request.end_ns, span))
-    for rows in engines.values():
-        begin, end, span = np.array(sorted(rows)).T
-        is_apart = bool((end[:-1] <= begin[1:]).all())
-        if is_apart and (records.spans.begin[span[1:]] < begin[:-1]).any():
-            before_ns.update(zip(span.tolist(), [0, *end[:-1].tolist()], strict=True))
-    return before_ns
-
-
 def _acquired(parts: Sequence[Segment], holds: Sequence[tuple[Limit, Hold]]) -> list[Segment]:
     """Return a trajectory's segments, with an instant in place of each wait for a slot.
 
@@ -187,14 +163,10 @@ class _Parts:
     Args:
         records: The trajectories.
         served: The engine request of each span that has one.
-
-    Attributes:
-        queued: When the request before ended (ns), by span, see :func:`_queued`.
     """
 
     def __init__(self, records: Records, served: Mapping[int, Request]) -> None:
         self._records, self._served = records, served
-        self.queued = _queued(records, served)
         spans = records.spans
         counts = np.bincount(spans.name, minlength=len(records.names))
         took_ns = np.bincount(spans.name, spans.end - spans.since, minlength=len(counts))
@@ -288,26 +260,8 @@ class _Parts:
         parts: list[Segment] = []
         for _, begin, end, cause, loop, span in rows:
             kind, calls = self._called(begin, end, cause, loop, span)
-            part = Segment(kind, begin, end, calls=calls, request=self._served.get(span))
-            if span in self.queued and not kind.startswith((LOOP_LAG, FROM_THE_ENGINE)):
-                self._add_served_alone(part, span, parts)
-            else:
-                parts.append(part)
+            parts.append(Segment(kind, begin, end, calls=calls, request=self._served.get(span)))
         return parts
-
-    def _add_served_alone(self, part: Segment, span: int, parts: list[Segment]) -> None:
-        """Add a part of a request in an engine that serves one request at a time.
-
-        Its wait for the engine gives no segment, as a replay computes it. The rest is one segment.
-        """
-        if part.kind not in (TO_THE_ENGINE, "queued"):
-            part.queue = f"replica {self._served[span].replica}"
-            part.releases = (part.queue,)
-            if parts and parts[-1].queue and parts[-1].end_ns == part.begin_ns:
-                part.begin_ns, part.kind = parts.pop().begin_ns, GENERATE
-            parts.append(part)
-        elif self.queued[span] <= self._records.spans.begin[span]:  # the engine was free
-            parts.append(part)
 
 
 _end_of = attrgetter("end_ns")
