@@ -190,6 +190,20 @@ def test_after_a_change_of_a_tool_its_new_time_is_halved(tmp_path: Path) -> None
         assert row.difference_us == pytest.approx(-0.25e6)
 
 
+@pytest.mark.parametrize(("late_s", "is_offered"), [(0.2, False), (1.0, True)])
+def test_workers_that_differ_as_equal_steps_do_are_balanced(
+    tmp_path: Path, late_s: float, is_offered: bool
+) -> None:
+    """No change is offered that may be the noise of equal work."""
+    ranks = [
+        Worker("actor", 0, stages=[("update_actor", 5.1, 6.9)], kernels=WORKS),
+        Worker("actor", 1, stages=[("update_actor", 5.1, 6.9 + late_s)], kernels=WORKS),
+    ]
+    drawn_inputs(tmp_path, STAGES, ranks)
+    offers = {row.option for row in open_step(tmp_path).what_if().what_would_help}
+    assert ("--balance update_actor" in offers) is is_offered
+
+
 def test_path_and_changes_are_part_of_the_report(tmp_path: Path) -> None:
     """As in the prediction; of the halved stages,
     tables show the best one without a change of its own.

@@ -32,7 +32,7 @@ _NOT_STEADY = (
 )
 CAPTURE = "capture"
 _LEAST_SHARE = 0.001  # minimum saving of a listed change, as a share of the step
-_NOISE = 0.03  # share of the step added on each side of an interval: equal steps differ by as much
+_NOISE = 0.03  # share of the step by which equal steps differ; added on each side of an interval
 # of two nested spans, the inner one is no change of its own if the times differ by at most this
 _NESTED = 0.05
 # least trajectories or requests of a rollout, for a change that leaves out its tail
@@ -273,7 +273,8 @@ def _helps(baseline: Baseline, replayed: Replay, changes: Changes) -> list[HelpR
         both = changes.with_more(more)
         predicted_ns = baseline.replay(both).span_ns
         share = (predicted_ns - span_ns) / max(span_ns, 1)
-        if share >= -_LEAST_SHARE:
+        # by less, workers with equal work differ from each other
+        if share >= -(_NOISE if more.balance else _LEAST_SHARE):
             continue
         options = [option for option in both.options() if option not in changes.options()]
         row = HelpRow(
