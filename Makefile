@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-replayers test-trackers test-slurm test-newest test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device dist test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-replay demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge idle-judge hang-judge memory-judge death-judge sleep-judge what-if-judge strangers-judge work-judge links-judge scaling-judge verdict-judge knee-judge savings-judge clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-replayers test-trackers test-slurm test-newest test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device dist test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-replay demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge idle-judge hang-judge memory-judge death-judge sleep-judge what-if-judge strangers-judge work-judge links-judge scaling-judge verdict-judge knee-judge replay-judge savings-judge clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -364,8 +364,11 @@ scaling-judge: .venv/.ready ## Hold what diff says of a missing speed-up against
 verdict-judge: .venv/.ready ## Hold what diff says of five runs a side against starts of one configuration, and slower ones (half an hour)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/verdict_judge.py
 
-knee-judge: .venv-vllm/.ready ## Hold how many requests the report gives a replica against replays with other limits (half an hour)
+knee-judge: .venv-vllm/.ready ## Hold how many requests the report gives a replica against replays with other limits (ten minutes)
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/knee_judge.py
+
+replay-judge: .venv-$(VERL_ENGINE)/.ready ## Hold replays against the loop that was captured, and against the loop with eight settings (ten minutes) [ENGINE=sglang]
+	OMP_NUM_THREADS=1 $(if $(filter sglang,$(ENGINE)),PYTHONPATH=recipes/sglang_cpu) .venv-$(VERL_ENGINE)/bin/python benchmarks/replay_judge.py $(VERL_ENGINE)
 
 savings-judge: .venv/.ready ## Hold what the watch says a change would save against loops with the change (three minutes)
 	.venv/bin/python benchmarks/watch_savings.py

@@ -1,9 +1,11 @@
 """Holds the knee that the report finds in one capture against replays with other limits.
 
-Run: ``make knee-judge``. A vLLM engine on the CPU serves 128 drawn requests, at most 32 at once.
+Run: ``make knee-judge``. A vLLM engine on the CPU serves 96 drawn requests, at most 32 at once.
 The capture of that says from how many on twice as many make less than a quarter more tokens per
-second. The same load is then sent with at most 1, 2, 4, ... 32 requests at once. Cases differ in
-the model and in the lengths.
+second. Requests of the same load are then sent with at most 1, 2, 4, ... 16 at once, and their
+speed counts from the first one to the begin of the last one: until then, as many run as may. Cases
+differ in the model and in the lengths. A row takes half a minute on two free cores, most of it for
+the start of the engine.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from math import log2
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from verl_profiling.analysis import open_step
 from verl_profiling.commands.common import load_of_step
 from verl_profiling.integrations.replay import VLLMServer, replay
@@ -26,7 +30,7 @@ from verl_profiling.steps.load import Load, LoadRequest
 
 LIMITS = (32, 16, 8, 4, 2, 1)
 GAIN = 0.25  # as in verl_profiling/predict/knee.py
-REQUESTS = 128
+REQUESTS, LEAST_REQUESTS = 96, 8  # of a limit three for each slot, or the least
 VOCABULARY = 256
 # hidden size, layers, tokens of a prompt, tokens of a response (from, to)
 CASES = (
@@ -93,15 +97,27 @@ async def rates(load: Load, server: LimitedServer, settings: dict[str, Any]) -> 
     for limit in LIMITS:
         LimitedServer.limit = asyncio.Semaphore(limit)
         own = {**settings, "save_path": f"{settings['save_path']}/{limit}"}
-        (captures[limit],) = await replay(load, [server], own, step=limit)
+        count = max(LEAST_REQUESTS, 3 * limit)
+        part = replace(load, requests=load.requests[:count])
+        (captures[limit],) = await replay(part, [server], own, step=limit)
+        print(f"{limit} at once: {rate_in(captures[limit]):.0f} tokens/s", file=sys.stderr)
     return captures
 
 
-def rate_in(load: Load) -> float:
-    """Return the tokens per second of a replay."""
-    requests = [row.request for row in load.requests]
-    took_ns = max(one.end_ns for one in requests) - min(one.begin_ns for one in requests)
-    return sum(one.response_tokens for one in requests) / took_ns * 1e9
+def rate_in(capture: Path) -> float:
+    """Return the tokens per second of a replay, as long as a request was waiting.
+
+    A request's tokens count evenly from its begin to its end.
+    """
+    requests = [row.request for row in load_of_step(open_step(capture)).requests]
+    begin_ns = min(one.begin_ns for one in requests)
+    until_ns = max(one.scheduled_ns or one.begin_ns for one in requests)
+    tokens = 0.0
+    for one in requests:
+        since_ns = one.scheduled_ns or one.begin_ns
+        inside_ns = min(one.end_ns, until_ns) - since_ns
+        tokens += one.response_tokens * max(inside_ns, 0) / (one.end_ns - since_ns)
+    return tokens / (until_ns - begin_ns) * 1e9
 
 
 def knee_in(made: dict[int, float]) -> int:
@@ -133,9 +149,7 @@ def judged(case: tuple[int, int, int, tuple[int, int]]) -> bool:
         finally:
             server.close()
         found = open_step(captures[LIMITS[0]]).report().knee
-        made = {}
-        for limit, folder in captures.items():
-            made[limit] = rate_in(load_of_step(open_step(folder)))
+        made = {limit: rate_in(folder) for limit, folder in captures.items()}
     truth = knee_in(made)
     knee = None
     if found is not None:

@@ -23,7 +23,7 @@ from verl_profiling.commands import add_json, count, local_path, option, show
 from verl_profiling.commands.common import load_of_step
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.step_summary import ROLLOUT
-from verl_profiling.manifest import Manifest
+from verl_profiling.predict.prediction import Prediction
 from verl_profiling.steps.load import Load
 from verl_profiling.units import duration, visible
 
@@ -93,13 +93,12 @@ def run(arguments: argparse.Namespace) -> bool:
             server.close()
     for problem in load.problems:
         print(f"verl-profiling: {visible(problem)}", file=sys.stderr)
-    captured_s, replays = _seconds(load), [load_of_step(open_step(folder)) for folder in folders]
-    for folder, replayed in zip(folders, replays, strict=True):
-        _show(arguments, step, captured_s, folder, replayed)
+    for folder in folders:
+        _show(arguments, step, seconds_of(load), folder, load_of_step(open_step(folder)))
     return not load.problems
 
 
-def _seconds(load: Load) -> float:
+def seconds_of(load: Load) -> float:
     """Return the time from the first request's begin to the last one's end (s)."""
     requests = [row.request for row in load.requests]
     return (max(one.end_ns for one in requests) - min(one.begin_ns for one in requests)) / 1e9
@@ -113,7 +112,7 @@ def _show(
     replayed: Load,
 ) -> None:
     """Print a replay, and the step with its rollout."""
-    replayed_s = _seconds(replayed)
+    replayed_s = seconds_of(replayed)
     document = {
         "directory": folder,
         "requests": len(replayed.requests),
@@ -122,10 +121,8 @@ def _show(
     }
     times = f"{duration(replayed_s)}, captured: {duration(captured_s)}"
     lines = [f"{folder}: {len(replayed.requests):,} requests in {times}"]
-    assert step.manifest is not None  # load_of_step
     try:
-        factor = _factor(step.manifest, replayed_s - captured_s)
-        prediction = step.what_if(scale={ROLLOUT: factor})
+        prediction = with_rollout(step, replayed_s - captured_s)
     except ConfigError as error:
         lines.append(f"the step with this rollout is unknown: {error}")
     else:
@@ -136,14 +133,19 @@ def _show(
     show(arguments, document, lines)
 
 
-def _factor(manifest: Manifest, more_s: float) -> float:
-    """Return the factor of the rollout's time if its engines take longer.
+def with_rollout(step: CapturedStep, more_s: float) -> Prediction:
+    """Return the step if its engines take longer.
+
+    Args:
+        step: The step.
+        more_s: How much longer the requests take (s).
 
     Raises:
         ConfigError: The step has no rollout, or it would take no time.
     """
-    spans = [span for span in manifest.stages if span.name == ROLLOUT]
+    assert step.manifest is not None  # load_of_step
+    spans = [span for span in step.manifest.stages if span.name == ROLLOUT]
     rollout_s = sum(span.end_ns - span.begin_ns for span in spans) / 1e9
     if not rollout_s or rollout_s + more_s <= 0:
         raise ConfigError(ROLLOUT, "its requests did not run in a stage of this name")
-    return (rollout_s + more_s) / rollout_s
+    return step.what_if(scale={ROLLOUT: (rollout_s + more_s) / rollout_s})
