@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -69,6 +69,13 @@ WEIGHT_SYNC = "update_weights"
 are stages inside.
 """
 
+BUCKET = "bucket"
+"""A part of a weight update: several tensors that go to an engine at once, until it has them."""
+
+BYTES_OF = {"bfloat16": 2, "float16": 2, "float32": 4}
+NUMBER_BYTES = "bytes_per_weight"
+"""Number of an engine: bytes of a loaded weight; 0 if they are quantized."""
+
 GC = "gc"
 """Name of the pauses of Python's garbage collector."""
 
@@ -103,6 +110,63 @@ RequestPart = Literal[
 ]
 
 
+Lessons = dict[str, dict[str, Count]]
+"""Tokens, or time (ns), by task and by the reason why they teach nothing; see :class:`Work`."""
+
+
+MOST_TASKS = 32
+"""Maximum number of tasks that are told apart in a step; further ones are one."""
+
+
+def divided(whole: int, lessons: Lessons) -> Lessons:
+    """Return a whole number, such as a duration in ns, divided in proportion to lessons."""
+    tokens = sum(sum(of_task.values()) for of_task in lessons.values()) or 1
+    return {
+        task: {reason: round(whole * many / tokens) for reason, many in of_task.items()}
+        for task, of_task in lessons.items()
+    }
+
+
+class UselessPart(NamedTuple):
+    """A part of what lessons count from which nothing was learned.
+
+    Attributes:
+        task: Its task; empty if unknown.
+        cause: Reason why nothing was learned.
+        amount: Tokens or time (ns).
+        share: Share of all.
+        share_of_task: Share of all of the task.
+    """
+
+    task: str
+    cause: str
+    amount: int
+    share: float
+    share_of_task: float
+
+
+def useless_parts(lessons: Lessons) -> list[UselessPart]:
+    """Return the parts from which nothing was learned, the largest first."""
+    whole = sum(sum(of_task.values()) for of_task in lessons.values()) or 1
+    parts = []
+    for task, of_task in lessons.items():
+        whole_task = sum(of_task.values()) or 1
+        for cause, many in of_task.items():
+            if cause:
+                parts.append(UselessPart(task, cause, many, many / whole, many / whole_task))
+    return sorted(parts, key=lambda part: -part.amount)
+
+
+def added(one: Any, other: Any) -> Any:
+    """Return the sum of two numbers, or of two tables of numbers with the keys of both."""
+    if not isinstance(one, dict):
+        return one + other
+    table = dict(one)
+    for key, value in other.items():
+        table[key] = added(table[key], value) if key in table else value
+    return table
+
+
 class Work(msgspec.Struct, frozen=True, omit_defaults=True):
     """Size of the batch that a stage got each time it ran; ``None`` for an unknown number.
 
@@ -111,31 +175,23 @@ class Work(msgspec.Struct, frozen=True, omit_defaults=True):
         tokens: Sum of their lengths.
         tokens_squared: Sum of their squared lengths; the time of attention is proportional to it.
         micro_batches: Number of micro-batches.
-        equal_tokens: Tokens of sequences without advantage: all rewards of the group are equal.
-        masked_tokens: Tokens of sequences of which no token counts in the loss.
+        lessons: Tokens by task, and by the reason why nothing is learned from their sequences. The
+            reason is empty for sequences that teach; the task is empty if unknown.
     """
 
     samples: Count | None = None
     tokens: Count | None = None
     tokens_squared: Count | None = None
     micro_batches: Count | None = None
-    equal_tokens: Count | None = None
-    masked_tokens: Count | None = None
-
-    @property
-    def useless_share(self) -> float | None:
-        """Share of the tokens from which nothing is learned; ``None`` if unknown."""
-        if not self.tokens or (self.equal_tokens is None and self.masked_tokens is None):
-            return None
-        return ((self.equal_tokens or 0) + (self.masked_tokens or 0)) / self.tokens
+    lessons: Lessons | None = None
 
     def __add__(self, other: Work) -> Work:
         """Return the sums of the numbers; a number is unknown if one of both lacks it."""
-        sums: dict[str, int] = {}
+        sums: dict[str, Any] = {}
         for name in self.__struct_fields__:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine is not None and theirs is not None:
-                sums[name] = mine + theirs
+                sums[name] = added(mine, theirs)
         return Work(**sums)
 
     def replaced_by(self, other: Work) -> Work:
@@ -155,7 +211,7 @@ class StageSpan(msgspec.Struct, frozen=True):
         failed: Whether user code raised inside the stage, or the stage was open at the end of the
             capture.
         work: Size of the batch that the stage got, if the code passed it.
-        bytes: Bytes that an engine moved, released or reserved in it; 0 if unknown.
+        bytes: Bytes that were moved, released or reserved in it; 0 if unknown.
     """
 
     name: str
@@ -472,6 +528,22 @@ class Rpc(msgspec.Struct, frozen=True):
     ok: bool = True
 
 
+class StatusChange(msgspec.Struct, frozen=True, array_like=True, tag="status"):
+    """A status of trajectories that was set after their end, e.g. ``filtered`` for a whole group.
+
+    Attributes:
+        group: Id of the group of trajectories.
+        sample: Id of the sample in the group; ``None`` for all samples.
+        status: The new status.
+        at_ns: Time at which the status was set.
+    """
+
+    group: str
+    sample: int | str | None
+    status: str
+    at_ns: Ns
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The record of one capture: steps, stages, workers and their artifacts.
 
@@ -502,6 +574,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         metrics: Metrics that the loop passed to ``on_step_end`` and ``on_rollout_end``.
         trigger: Origin of the capture, and its reason.
         notes: Sentences for the user.
+        statuses: Statuses that the loop set on ended trajectories, in order.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -526,6 +599,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     trigger: Trigger = Trigger()
     notes: list[str] = []
+    statuses: list[StatusChange] = []
 
     def offset_ns(self, identity: WorkerIdentity) -> int:
         """Return the offset (ns) to subtract from a worker's times for the controller's clock."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -10,9 +12,13 @@ from step_folders import spans_by_lane
 
 from integrations.verl_runs import REFERENCE, Run, run_verl
 from verl_profiling.cli import main
-from verl_profiling.manifest import POLLING, StageSpan
+from verl_profiling.files.watch_log import WatchLogReader
+from verl_profiling.manifest import POLLING, StageSpan, added
 
 PROMPTS, SAMPLES = 8, 2
+TASK = "openai/gsm8k"
+WEIGHTS_BYTES = 559_360
+"""Of the tiny model that the recipe makes: 139,840 numbers of four bytes."""
 WORKER_STAGES = {"old_log_prob", "ref_log_prob", "update_actor", "update_weights"}
 
 
@@ -144,12 +150,14 @@ class RunContract:
             assert work.tokens**2 <= work.samples * work.tokens_squared
         mini = [span.work for span in spans if span.name == "mini_batch"]
         assert sum(work.tokens for work in mini) == works["update_actor"].tokens
-        assert works["old_log_prob"].useless_share is None
+        assert works["old_log_prob"].lessons is None
         micro_batches = [span.work for span in spans if span.name == "micro_batch"]
-        trained = [work for work in micro_batches if work.equal_tokens is not None]
-        assert sum(work.equal_tokens for work in trained) == works["update_actor"].equal_tokens
-        assert works["update_actor"].equal_tokens <= works["update_actor"].tokens
-        assert works["update_actor"].masked_tokens == 0
+        trained = [work.lessons for work in micro_batches if work.lessons is not None]
+        assert reduce(added, trained) == works["update_actor"].lessons
+        [(task, lessons)] = works["update_actor"].lessons.items()
+        assert task == TASK
+        assert lessons.keys() <= {"", "equal rewards"}
+        assert sum(lessons.values()) == works["update_actor"].tokens
 
     def test_the_rollout_is_divided_by_what_the_trainer_does(self, run: Run) -> None:
         """Between the prompts and the last response it waits for the next look,
@@ -210,6 +218,48 @@ class RunContract:
         manifest = e2e.manifest(3)
         assert steps[3] == pytest.approx((manifest.end_ns - manifest.begin_ns) / 1e9, rel=0.01)
         assert {point.step for point in events.Scalars("timing_s/step")} == {1, 2, 3}
+
+    def test_work_links_limits_and_lessons_are_in_report_top_and_trackers(
+        self, e2e: Run, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Work given, bytes of links and of weights, achieved operations, what taught nothing."""
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        assert main(["report", str(e2e.save_path / "step_000003"), "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        [given] = [row for row in report["work"] if row["stage"] == "update_actor"]
+        links = {row["name"]: row["bytes"] for row in report["links"]}
+        assert links["weight bucket"] == WEIGHTS_BYTES
+        assert links["all_gather"] > 0
+        achieved = {row["stage"]: row["teraflops"] for row in report["achieved"]}
+        assert achieved.keys() >= {"update_actor", "old_log_prob", "prefill", "decode"}
+        assert report["rollout"]["rewarded"] == PROMPTS * SAMPLES
+        assert {row["task"] for row in report["rollout"]["nothing"]} <= {TASK}
+        assert {row["task"] for row in report["useless_training"]} <= {TASK}
+
+        assert main(["top", str(e2e.save_path), "--once"]) == 0
+        shown = capsys.readouterr().out
+        assert f"update_actor {given['tokens']:,}" in shown
+        [step] = [line for line in WatchLogReader(e2e.save_path).read() if line.step == 3]
+        assert step.lessons["rollout"].keys() == step.lessons["update_actor"].keys() == {TASK}
+
+        events = EventAccumulator(str(e2e.save_path.parent / "tensorboard"))
+        events.Reload()
+
+        def last(name: str) -> float:
+            points: dict[int, float] = {p.step: p.value for p in events.Scalars(name)}
+            return points[3]
+
+        assert last("profiling/work/update_actor/tokens") == given["tokens"]
+        assert last("profiling/watch/update_actor/tokens") == given["tokens"]
+        assert last("profiling/links/weight_bucket/bytes") == WEIGHTS_BYTES
+        assert last("profiling/achieved/update_actor/tflops") == pytest.approx(
+            achieved["update_actor"], rel=1e-3
+        )
+        nothing = sum(row["share"] for row in report["rollout"]["nothing"])
+        assert last("profiling/taught_nothing/rollout") == pytest.approx(nothing)
+        for stage in ("rollout", "update_actor"):
+            assert 0 <= last(f"profiling/watch/{stage}/taught_nothing") <= 1
 
     def test_one_timeline_shows_all(self, run: Run) -> None:
         """One file, one clock: what worker and engine did lies inside

@@ -4,12 +4,16 @@ driven as far as they go without an accelerator.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +24,7 @@ import torch
 from example_loops import settings
 
 from integrations.wheels import ROOT, run_python, sources
-from verl_profiling import CaptureStateError
+from verl_profiling import CaptureStateError, stage
 from verl_profiling.capture.protocol import CaptureStart
 from verl_profiling.capture.session import process_session
 from verl_profiling.testing import record_step
@@ -51,6 +55,60 @@ def test_verl_finds_the_installed_plugin(tmp_path: Path) -> None:
         check=False,
     )
     assert run.stdout.splitlines()[-1:] == ["True"], run.stderr
+
+
+def test_groups_that_the_replay_buffer_drops_have_a_status() -> None:
+    """Stale and filtered ones, of verl's own class."""
+    import verl_profiling.integrations.verl  # noqa: F401
+    from verl_profiling.trajectories.spans import later_statuses
+
+    replay_buffer = pytest.importorskip("verl.trainer.ppo.v1.replay_buffer")
+
+    buffer = SimpleNamespace(
+        _metrics_prefix=lambda partition: partition,
+        prompt_global_steps={"train": {}},
+        _clear_groups=lambda partition, groups: None,
+    )
+    evict = replay_buffer.ReplayBuffer._evict_terminal_groups
+    later_statuses.clear()
+    evicted, *_ = evict(buffer, 7, "train", ({"old"}, {"equal"}, set(), Counter()))
+    assert evicted == {"old", "equal"}
+    assert {new.group: new.status for new in later_statuses} == {
+        "old": "stale",
+        "equal": "filtered",
+    }
+
+
+def test_buckets_of_weights_have_bytes_and_the_time_until_they_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verl's own sender and receiver, over shared memory: one tensor fits into each bucket."""
+    import verl_profiling.integrations.verl  # noqa: F401
+
+    module = pytest.importorskip("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer")
+    device = SimpleNamespace(synchronize=int, empty_cache=int, ipc_collect=int)
+    monkeypatch.setattr(module, "get_torch_device", lambda: device)
+    monkeypatch.setattr(module, "is_support_ipc", lambda: False)
+    handle = f"ipc://{tempfile.mkdtemp()}/weights"
+    weights = [(str(number), torch.full((200_000,), float(number))) for number in range(3)]
+    loaded: list[float] = []
+
+    def load(tensors: list[Any], is_last: bool) -> None:
+        time.sleep(0.05)
+        loaded.extend(tensor[0].item() for _, tensor in tensors)
+
+    receiver = module.BucketedWeightReceiver(handle, torch.device("cpu"), use_shm=True)
+    sender = module.BucketedWeightSender(handle, 1, use_shm=True)
+    with record_step(settings(tool="spans"), tmp_path) as recorded:
+        receiving = threading.Thread(target=receiver.receive_weights, args=(load,))
+        receiving.start()
+        with stage("update_weights"), stage("transfer"):
+            asyncio.run(sender.async_send_weights(iter(weights)))
+        receiving.join()
+    assert loaded == [0.0, 1.0, 2.0]
+    buckets = [span for span in recorded.result.stages if span.name == "bucket"]
+    assert [(span.bytes, span.depth) for span in buckets] == 3 * [(800_000, 2)]
+    assert all(span.end_ns - span.begin_ns >= 50_000_000 for span in buckets)
 
 
 ACTOR = ("compute_log_prob", "compute_ref_log_prob", "update_actor", "update_weights")

@@ -157,6 +157,23 @@ def test_several_outputs_of_one_trajectory_are_added(verl: SimpleNamespace) -> N
     assert (facts["min_version"], facts["max_version"]) == (4, 6)
 
 
+@pytest.mark.parametrize(("limit", "is_truncated"), [(1, True), (2, False)])
+def test_task_environment_and_a_response_of_full_length_are_facts(
+    verl: SimpleNamespace, limit: int, is_truncated: bool
+) -> None:
+    """Verl's datasets name the task; a response as long as the limit was cut off."""
+
+    async def run() -> Any:
+        return output()
+
+    worker = verl.AgentLoopWorker(run)
+    worker.rollout_config = SimpleNamespace(response_length=limit)
+    prompt = {**V1_PROMPT, "data_source": "gsm8k", "env_name": "docker", "task": None}
+    facts = only(recorded(worker._run_agent_loop({}, INFO, agent_name="own", **prompt))).facts
+    assert (facts["task"], facts["environment"]) == ("gsm8k", "docker")
+    assert facts["truncated"] is is_truncated
+
+
 def test_an_aborted_request_that_is_resumed_is_a_pause(verl: SimpleNamespace) -> None:
     """Each attempt is a request of its own, and the wait between them has a name;
     the trajectory is done.

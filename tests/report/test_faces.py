@@ -45,7 +45,9 @@ def test_every_table_is_on_every_face(tmp_path: Path) -> None:
         around_the_step=[StageSpan("validate", ns(14), ns(16))],
     )
     write_run(tmp_path, {"model": QWEN})
-    work = Work(samples=4, tokens=100, tokens_squared=2500, equal_tokens=25)
+    work = Work(
+        samples=4, tokens=100, tokens_squared=2500, lessons={"": {"equal rewards": 25, "": 75}}
+    )
     rewrite_worker(
         folder,
         "actor_rank0",

@@ -85,7 +85,7 @@ def test_runs_without_a_duration_taught_nothing_in_no_time(tmp_path: Path) -> No
     """A run may be shorter than the clock's steps."""
     stages = [("update_actor", 2, 4), ("micro_batch", 3, 3, 1)]
     drawn_inputs(tmp_path, [("update_actor", 2, 4)], [Worker("actor", stages=stages)], 4)
-    work = Work(samples=2, tokens=8, tokens_squared=40, equal_tokens=8)
+    work = Work(samples=2, tokens=8, tokens_squared=40, lessons={"": {"equal rewards": 8}})
     [actor] = read_manifest(tmp_path).workers
     outer, inner = actor.stages
     rewrite_worker(tmp_path, "actor_rank0", stages=[outer, replace(inner, work=work)])

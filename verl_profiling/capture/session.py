@@ -19,6 +19,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.capture import HANDOVER_S, Capture
+from verl_profiling.capture.compiled_stages import replace_in_graphs, stage_in_graph
 from verl_profiling.capture.protocol import (
     CaptureStart,
     StartReply,
@@ -33,8 +34,6 @@ from verl_profiling.capture.stage import (
     Stage,
     StageSink,
     record_pauses,
-    replace_in_graphs,
-    stage_in_graph,
 )
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.errors import ConfigError, ToolUnavailableError

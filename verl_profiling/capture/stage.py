@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -22,6 +22,11 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar, cast
 
 from verl_profiling import clock
+from verl_profiling.capture.compiled_stages import (
+    begin_in_graph,
+    end_in_graph,
+    replace_in_graphs,
+)
 from verl_profiling.capture.work import work_from
 from verl_profiling.manifest import GC, WEIGHT_SYNC, StageSpan, Work
 from verl_profiling.watch.process_recorder import note_failure
@@ -142,6 +147,8 @@ class Stage:
         micro_batches: int | None = None,
         advantages: Iterable[float] | None = None,
         masks: Iterable[float] | None = None,
+        reasons: Iterable[str] | None = None,
+        tasks: Iterable[str] | None = None,
     ) -> Stage:
         """Return the stage for one block with a known amount of work.
 
@@ -157,6 +164,9 @@ class Stage:
             advantages: A number for each sequence; zero if it has no advantage, as all rewards of
                 its group are equal.
             masks: Number of tokens of each sequence that count in the loss.
+            reasons: Why nothing is learned from each sequence, e.g. ``truncated`` or ``stale``;
+                empty if something is.
+            tasks: Task or environment of each sequence.
         """
         facts = {
             "samples": samples,
@@ -165,6 +175,8 @@ class Stage:
             "micro_batches": micro_batches,
             "masks": masks,
             "advantages": advantages,
+            "reasons": reasons,
+            "tasks": tasks,
         }
         return _StageWithWork(self._source, self.name, facts, lengths)
 
@@ -197,60 +209,8 @@ class _StageWithWork(Stage):
                 _set_work(begun, begun.given)
 
 
-def replace_in_graphs(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-    """Let ``torch.compile`` trace another function in place of a function.
-
-    Dynamo reads ``_torchdynamo_inline`` (seen in torch 2.13 and 2.14), so nothing here has to
-    import torch. A traced stage reads no state: a graph is compiled once, whatever is recorded, as
-    with ``record_function``.
-    """
-    original._torchdynamo_inline = replacement  # type: ignore[attr-defined]
-
-
-_dropped: set[str] = set()
-"""Names of stages in compiled functions that were logged as not recorded."""
-
-
-def _log_dropped(name: str) -> None:
-    """Log, once per name, that a stage inside a compiled function is not recorded."""
-    if name not in _dropped:
-        _dropped.add(name)
-        logger.warning(
-            "stage %r is inside a function that torch.compile compiles, and so is not recorded; "
-            "write the stage around the compiled call",
-            name,
-        )
-
-
-_log_dropped._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called while Dynamo traces
-
-
-class _StageInGraph(nullcontext[None]):
-    """Replaces a stage in a compiled function, and records nothing."""
-
-    def given(self, **facts: object) -> _StageInGraph:
-        """Ignore the amount of work."""
-        return self
-
-
-def stage_in_graph(name: str) -> AbstractContextManager[None]:
-    """Return a context manager that records nothing, for ``stage(name)`` in a compiled function."""
-    _log_dropped(name)
-    return _StageInGraph()
-
-
-def _begin_in_graph(stage: Stage) -> None:
-    _log_dropped(stage.name)
-
-
-def _end_in_graph(
-    stage: Stage, kind: object = None, error: object = None, trace: object = None
-) -> None:
-    pass
-
-
-replace_in_graphs(Stage.__enter__, _begin_in_graph)
-replace_in_graphs(Stage.__exit__, _end_in_graph)
+replace_in_graphs(Stage.__enter__, begin_in_graph)
+replace_in_graphs(Stage.__exit__, end_in_graph)
 
 
 def _checked_name(name: object) -> str:
@@ -299,6 +259,7 @@ class OpenStage(Begun, eq=False, gc=False):
     failed: bool = False
     work: Work | None = None
     given: Work | None = None
+    bytes: int = 0
 
     def depth(self) -> int:
         """Return the number of enclosing stages in the same log."""
@@ -459,15 +420,23 @@ class SpanLog:
             if is_of_loop and id(stage) not in around:
                 self.spans.append(stage)
 
-    def ended(self, name: str, begin_ns: int, end_ns: int) -> None:
-        """Record a part of a weight update that has ended, inside the stage that is open now."""
+    def ended(self, name: str, begin_ns: int, end_ns: int, size: int = 0) -> None:
+        """Record a part of a weight update that has ended, inside the stage that is open now.
+
+        Args:
+            name: Name of the part.
+            begin_ns: Its begin.
+            end_ns: Its end.
+            size: Bytes that it moved; 0 if unknown.
+        """
         if self.spans is not None and len(self.spans) >= MAX_SPANS:
             self._left_out += 1
         elif self.spans is not None:
             parent = _innermost.get()
             while parent is not None and parent.end_ns:
                 parent = parent.parent
-            self.spans.append(OpenStage(name, begin_ns, self, parent, get_ident(), end_ns=end_ns))
+            part = OpenStage(name, begin_ns, self, parent, get_ident(), end_ns=end_ns, bytes=size)
+            self.spans.append(part)
         if self.sums is not None:
             self.sums.spans.end(Begun(name, begin_ns), end_ns)
 
@@ -547,7 +516,14 @@ class SpanLog:
             failed = stage.failed or (open_fails and not stage.end_ns)
             thread_id = native_ids.get(stage.thread) or stage.thread
             span = StageSpan(
-                stage.name, begin_ns, end_ns, thread_id, stage.depth(), failed, stage.work
+                stage.name,
+                begin_ns,
+                end_ns,
+                thread_id,
+                stage.depth(),
+                failed,
+                stage.work,
+                stage.bytes,
             )
             spans.append(span)
         return sorted(spans, key=attrgetter("begin_ns", "depth"))

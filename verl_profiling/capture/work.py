@@ -10,12 +10,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from verl_profiling.manifest import MOST_WORK, Work
+from verl_profiling.files.step_summary import OTHERS
+from verl_profiling.files.trajectory_log import EQUAL
+from verl_profiling.manifest import MOST_TASKS, MOST_WORK, Lessons, Work
+from verl_profiling.units import shortened
 
 logger = logging.getLogger(__name__)
 
-_LEARNED = {"masks": "masked_tokens", "advantages": "equal_tokens"}
-"""Fields of a work by the list that they come from. A sequence counts once, in the first one."""
+_NONZERO = {"masks": "masked", "advantages": EQUAL}
+"""Reason by the list of numbers in which a sequence has zero."""
+_LESSONS = ("reasons", *_NONZERO)
+"""Lists with a reason for each sequence; the first one that has a reason counts."""
 _logged: set[tuple[str, str]] = set()
 """The logged problems: name of the stage, and name of the value that was left out."""
 
@@ -27,13 +32,14 @@ def work_from(
 
     Args:
         stage: Name of the stage, for messages.
-        facts: Numbers by name, e.g. ``{"tokens": 512}``; ``None`` for an unknown number. ``masks``
-            and ``advantages`` have a number for each sequence: zero if nothing is learned from it.
+        facts: Numbers by name, e.g. ``{"tokens": 512}``; ``None`` for an unknown number. Lists with
+            an item for each sequence are ``masks``, ``advantages``, ``reasons`` and ``tasks``, as
+            of :meth:`~verl_profiling.capture.stage.Stage.given`.
         lengths: Lengths of the sequences, if they are known.
     """
-    known: dict[str, int] = {}
+    known: dict[str, Any] = {}
     for name, value in facts.items():
-        if value is not None and name not in _LEARNED:
+        if value is not None and name not in (*_LESSONS, "tasks"):
             try:
                 known[name] = _count(value)
             except Exception as error:
@@ -47,15 +53,48 @@ def work_from(
             known |= of_lengths
         except Exception as error:
             _leave_out(stage, "lengths", error)
-    left = dict(enumerate(counts))
-    for name, field in _LEARNED.items():
-        numbers = facts.get(name)
-        if numbers is not None:
+    lessons = _lessons(stage, facts, counts)
+    if lessons:
+        known["lessons"] = lessons
+    return Work(**known) if known else None
+
+
+def _lessons(stage: str, facts: Mapping[str, Any], counts: Sequence[int]) -> Lessons:
+    """Return the tokens by task and reason; empty if no list says what is learned."""
+    lists: dict[str, list[str]] = {}
+    for name in ("tasks", *_LESSONS):
+        if facts.get(name) is not None:
             try:
-                known[field] = sum(left.pop(at, 0) for at in _zeros(numbers, len(counts)))
+                lists[name] = _texts(name, facts[name], len(counts))
             except Exception as error:
                 _leave_out(stage, name, error)
-    return Work(**known) if known else None
+    unknown = [""] * len(counts)
+    tasks = lists.pop("tasks", unknown)
+    lessons: Lessons = {}
+    if not lists:
+        return lessons
+    causes = unknown
+    for of_list in lists.values():
+        causes = [cause or new for cause, new in zip(causes, of_list, strict=True)]
+    for length, task, cause in zip(counts, tasks, causes, strict=True):
+        if task not in lessons and len(lessons) >= MOST_TASKS:
+            task = OTHERS
+        of_task = lessons.setdefault(task, {})
+        of_task[cause] = of_task.get(cause, 0) + length
+    return lessons
+
+
+def _texts(name: str, values: Iterable[object], many: int) -> list[str]:
+    """Return a text for each of so many sequences: its task, or why nothing is learned from it."""
+    if name in _NONZERO:
+        texts = ["" if number else _NONZERO[name] for number in _numbers(values)]
+    else:
+        names = [*_listed(values)]
+        text_of = {name: _text(name) for name in dict.fromkeys(names)}
+        texts = [text_of[name] for name in names]
+    if len(texts) != many:
+        raise ValueError(f"{len(texts)} of them, and {many} lengths")
+    return texts
 
 
 def _listed(values: Iterable[object]) -> Iterable[object]:
@@ -70,12 +109,17 @@ def _sums(counts: Sequence[int]) -> dict[str, int]:
     return {"samples": len(counts), "tokens": sum(counts), "tokens_squared": _count(squares)}
 
 
-def _zeros(values: Iterable[object], many: int) -> list[int]:
-    """Return which of so many sequences have zero; raise if there are other numbers."""
+def _text(value: object) -> str:
+    """Return a name that can be written as UTF-8; empty for ``None``."""
+    return "" if value is None else shortened(str(value)).encode("utf-8", "replace").decode()
+
+
+def _numbers(values: Iterable[object]) -> list[float]:
+    """Return the values as numbers; raise if one is not finite."""
     numbers = [float(value) for value in _listed(values)]  # type: ignore[arg-type]
-    if len(numbers) != many or not all(map(math.isfinite, numbers)):
-        raise ValueError(f"{len(numbers)} of them, and {many} lengths, or one is not finite")
-    return [at for at, number in enumerate(numbers) if not number]
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError("one of them is not finite")
+    return numbers
 
 
 def _check(of_lengths: Mapping[str, int], known: Mapping[str, int]) -> None:

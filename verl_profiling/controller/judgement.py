@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.watch.exposed import exposed_in
 from verl_profiling.watch.idle import idle_in, made_in
+from verl_profiling.watch.lessons import lessons_in
 from verl_profiling.watch.savings import times_in
 from verl_profiling.watch.step_slices import StepSlices
 
@@ -31,5 +32,6 @@ def judge(summaries: Sequence[StepSummary], has_workers: bool, roles: Collection
         step_times = times[number]
         summary.helps = step_times.largest() if step_times is not None else None
         summary.add_up()
+        summary.lessons = lessons_in(summary)
         if summary.spans:
             summary.samples, summary.tokens = made_in(summary)

@@ -35,6 +35,7 @@ from verl_profiling.manifest import (
     finite_numbers,
 )
 from verl_profiling.settings.config import Decision, Schedule
+from verl_profiling.tools.trajectories import statuses_between
 from verl_profiling.units import step_list
 
 logger = logging.getLogger(__name__)
@@ -404,6 +405,7 @@ class OpenCapture:
             metrics=metrics,
             trigger=self.decision.trigger,
             notes=notes,
+            statuses=statuses_between(self.steps[0].begin_ns, end_ns),
         )
 
     def end_rollout(self, metrics: Mapping[str, Any] | None) -> Waits[None]:

@@ -13,7 +13,15 @@ import msgspec
 
 from verl_profiling.capture_request import Trigger
 from verl_profiling.files.host_use import KINDS, MachineUse, ProcessUse
-from verl_profiling.manifest import GC, MAX_NS, WEIGHT_SYNC, Count, Ns, Work
+from verl_profiling.manifest import (
+    GC,
+    MAX_NS,
+    WEIGHT_SYNC,
+    Count,
+    Lessons,
+    Ns,
+    Work,
+)
 from verl_profiling.units import duration
 
 Period = tuple[Ns, Ns]
@@ -67,6 +75,25 @@ class SpanTotal(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         return SpanTotal(self.name, runs, duration_ns, failed, tokens)
 
 
+class GroupSum(msgspec.Struct, gc=False, array_like=True):
+    """The trajectories of a group and a task that ended in one process.
+
+    Attributes:
+        group: Id of the group; empty for trajectories without one.
+        task: Their task; empty if unknown.
+        members: Number of the trajectories that are trained on.
+        rewards: Their rewards, as far as known.
+        times_ns: Duration of all trajectories by the reason why they taught nothing. It is empty
+            for others, and for those of a group with equal rewards.
+    """
+
+    group: str
+    task: str
+    members: Count
+    rewards: list[float]
+    times_ns: dict[str, Duration]
+
+
 class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     """How one process spent one step: its stages, memory, spans and counters.
 
@@ -94,6 +121,7 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
             unknown.
         host_use: The last reading of the process and of its machine; as ``counts``, of the last
             step only.
+        groups: The groups whose last trajectory of the process ended in the step.
     """
 
     lane: str
@@ -110,6 +138,7 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
     late_ns: dict[str, int] | None = None
     work: dict[str, Work] | None = None
     host_use: tuple[ProcessUse, MachineUse] | None = None
+    groups: tuple[GroupSum, ...] = ()
 
     def each_run(self) -> Iterator[tuple[str, int, int, int]]:
         """Yield the rows of ``runs``: name of the stage, begin, end, and time in it (ns)."""
@@ -252,6 +281,8 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         counts: The last values of counters, such as lengths of queues, each summed over the
             processes.
         work: Sum of the sizes of the batches of all processes, by stage, as far as known.
+        lessons: Time (ns) by stage, task, and the reason why it taught nothing; an empty reason for
+            time that taught. Of ``rollout``, trajectory-time; of other stages, that of processes.
         hang: The last hang in the step.
         noticed: The anomaly that the watch noticed in this step, or explained after this step.
         waits: Why a capture for a noticed anomaly waits, e.g. for the cooldown; else empty.
@@ -279,6 +310,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     taken_tokens: Count = 0
     counts: dict[str, float] = {}
     work: dict[str, Work] = {}
+    lessons: dict[str, Lessons] = {}
     hang: Hang | None = None
     noticed: Trigger | None = None
     waits: str = ""

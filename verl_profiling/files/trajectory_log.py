@@ -9,9 +9,10 @@ cut off. All times are unix nanoseconds on the clock of the writing process.
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, groupby
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,12 +21,17 @@ from isal import igzip, isal_zlib
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.opener import UNDECODABLE, opened, reading, whole_file
-from verl_profiling.manifest import Count, Ns
+from verl_profiling.manifest import Count, Ns, StatusChange
+from verl_profiling.units import shortened
 
 LOG_SUFFIX = ".trajectories.jsonl.gz"
 LOG_VERSION = 2
 NO_SPAN = -1
 MAX_LINE = 1 << 20
+KEPT = ("done", "running")
+"""Statuses of trajectories that are trained on, or may still be."""
+EQUAL, TRUNCATED = "equal rewards", "truncated"
+"""Reasons why nothing is learned from a trajectory; another one is its status."""
 _CHUNK = 4096  # lines that are encoded at once, while no other thread runs
 _UNLIKE = "too large for a log of trajectories"
 _BLOCK_BYTES = 1 << 17  # that are unpacked and decoded at once: about a thousand lines
@@ -145,22 +151,6 @@ class Block(msgspec.Struct, frozen=True, array_like=True, tag="block"):
     span: Id
     task: str
     function: str
-
-
-class StatusChange(msgspec.Struct, frozen=True, array_like=True, tag="status"):
-    """A status of trajectories that was set after their end, e.g. ``filtered`` for a whole group.
-
-    Attributes:
-        group: Id of the group of trajectories.
-        sample: Id of the sample in the group; ``None`` for all samples.
-        status: The new status.
-        at_ns: Time at which the status was set.
-    """
-
-    group: str
-    sample: int | str | None
-    status: str
-    at_ns: Ns
 
 
 class Counted(msgspec.Struct, frozen=True, array_like=True, tag="count"):
@@ -363,6 +353,20 @@ def later_statuses(path: Path, offset_ns: int) -> LaterStatuses:
                     new = (change.at_ns - offset_ns, change.status)
                     latest[key] = max(latest.get(key, new), new)
     return latest
+
+
+def task_of(facts: Mapping[str, Any]) -> str:
+    """Return the task of a trajectory, with its environment; empty if both are unknown."""
+    task, environment = facts.get("task"), facts.get("environment")
+    if environment:
+        task = f"{task} in {environment}" if task else environment
+    return shortened(str(task)).encode("utf-8", "replace").decode() if task else ""
+
+
+def reward_of(facts: Mapping[str, Any]) -> float | None:
+    """Return the reward of a trajectory; ``None`` if it is unknown, or no finite number."""
+    reward = facts.get("reward")
+    return float(reward) if isinstance(reward, int | float) and isfinite(reward) else None
 
 
 def last_status(trajectory: TrajectoryRecord, later: LaterStatuses) -> str:

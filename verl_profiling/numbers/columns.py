@@ -338,13 +338,10 @@ class WorkRow(Row, frozen=True):
         tokens: Sum of their lengths.
         tokens_squared: Sum of their squared lengths.
         micro_batches: Number of micro-batches; ``None`` if unknown, as for the other facts.
-        equal_tokens: Tokens of sequences without advantage.
-        masked_tokens: Tokens of sequences of which no token counts in the loss.
     """
 
     columns = (
-        "worker, stage, +runs, samples, tokens, +tokens_squared, micro_batches, +equal_tokens, "
-        "+masked_tokens, time=duration_us"
+        "worker, stage, +runs, samples, tokens, +tokens_squared, micro_batches, time=duration_us"
     )
 
     worker: str
@@ -355,8 +352,6 @@ class WorkRow(Row, frozen=True):
     tokens: int | None = None
     tokens_squared: int | None = None
     micro_batches: int | None = None
-    equal_tokens: int | None = None
-    masked_tokens: int | None = None
 
 
 class AchievedRow(Row, frozen=True):
@@ -429,9 +424,11 @@ class LinkRow(Row, frozen=True, kw_only=True):
     two NPUs.
 
     Attributes:
-        name: Name of the collective; for NPUs, with the transport.
-        group: Ranks of the group, as the traces list them.
-        pair: The only two hosts of the group (``host3-host7``), or the two NPUs (``0-1``).
+        name: Name of the collective; for NPUs, with the transport. ``weight bucket`` for weights
+            that a worker sends to its engine: each of ``calls`` until the engine has it.
+        group: Ranks of the group, as the traces list them; of buckets, the worker.
+        pair: The hosts of the group (``host3-host7``), eight at most, or the two NPUs (``0-1``).
+        hosts: Number of these hosts or NPUs; 0 if unknown.
         reach: ``in-node`` or ``over nodes``; empty if the hosts are unknown.
         ranks: Number of ranks.
         calls: Calls of one rank; ``None`` for NPUs.
@@ -454,6 +451,7 @@ class LinkRow(Row, frozen=True, kw_only=True):
     group: str
     pair: str
     reach: str
+    hosts: int = 2
     ranks: int = 2
     calls: int | None = None
     bytes: float | None
@@ -800,7 +798,7 @@ class StatusRow(Row, frozen=True):
 
 
 class NothingRow(PartRow, frozen=True):
-    """Training trajectories from which nothing was learned, for one reason.
+    """Training trajectories of one task from which nothing was learned, for one reason.
 
     Attributes:
         cause: ``equal rewards`` (of all samples of a group), ``truncated``, or the status of
@@ -809,29 +807,38 @@ class NothingRow(PartRow, frozen=True):
         share: Share of the time of all training trajectories.
         trajectories: Number of trajectories.
         groups: Number of their groups.
+        task: Their task and environment; empty if unknown.
+        share_of_task: Share of the time of all training trajectories of the task.
     """
 
-    columns = "cause, trajectories, groups, time=seconds, share"
+    columns = "cause, task, trajectories, groups, time=seconds, share, of the task=share_of_task"
 
     trajectories: int
     groups: int
+    task: str = ""
+    share_of_task: float = 0.0
 
 
 class UselessRow(PartRow, frozen=True):
-    """Training on sequences from which nothing was learned, for one reason.
+    """Training on sequences of one task from which nothing was learned, for one reason.
 
     Attributes:
         stage: Outermost stage with the training.
-        cause: ``equal rewards`` (of all samples of a group), or ``masked``.
+        cause: ``equal rewards`` (of all samples of a group), ``masked``, or a reason that the loop
+            passed.
         tokens: Tokens of these sequences.
         seconds: Lane-seconds: the time of each run, by the share of its tokens.
-        share: Share of the stage's runs with known advantages or masks.
+        share: Share of the stage's runs with known advantages, masks or reasons.
+        task: Task or environment of the sequences; empty if unknown.
+        share_of_task: Share of the time of these runs on the task.
     """
 
-    columns = "stage, cause, tokens, time=seconds, share"
+    columns = "stage, cause, task, tokens, time=seconds, share, of the task=share_of_task"
 
     stage: str
     tokens: int
+    task: str = ""
+    share_of_task: float = 0.0
 
 
 class FailureRow(Row, frozen=True):

@@ -70,6 +70,7 @@ def _of_requests(worker: str, requests: list[RequestRow]) -> WorkRow:
 
 def _row(worker: str, stage: str, runs: int, took_us: float, work: Work) -> WorkRow:
     facts = asdict(work)
+    del facts["lessons"]  # which have tables of their own
     return WorkRow(worker=worker, stage=stage, runs=runs, duration_us=took_us, **facts)
 
 

@@ -7,8 +7,10 @@ one TensorBoard run, under ``profiling/``.
 from __future__ import annotations
 
 import csv
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from io import TextIOWrapper
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from verl_profiling.files.run_files import EventFile
 from verl_profiling.numbers.columns import sum_of
 from verl_profiling.report.model import Report
 from verl_profiling.report.tables import TABLES, fields_of, flat_rows
+from verl_profiling.slices.intervals import grouped
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -135,8 +138,28 @@ def scalars(report: Report) -> Iterator[tuple[str, float]]:
         yield "trajectories/group_waited_s", rollout.group_waited_s
     if report.throughput:
         yield "tokens_per_s", report.throughput.tokens_per_s
+    yield from _work_and_limits(report)
     peaks: dict[str, float] = {}
     for measure in report.measures:
         name = f"peak/{measure.stage}/{measure.name}" if measure.stage else f"peak/{measure.name}"
         peaks[name] = max(measure.value, peaks.get(name, measure.value))
     yield from peaks.items()
+
+
+def _work_and_limits(report: Report) -> Iterator[tuple[str, float]]:
+    """Yield the work by stage, bytes of links, achieved operations, and what taught nothing."""
+    sums = defaultdict[str, float](float)
+    for row in report.work:
+        sums[f"work/{row.stage}/tokens"] += row.tokens or 0
+    for link in report.links:
+        sums[f"links/{link.name.replace(' ', '_')}/bytes"] += link.bytes or 0
+    for slow in report.stragglers:
+        if slow.data_us is not None:
+            sums[f"slowest/{slow.stage}/data_s"] += slow.data_us / 1e6
+    for part in report.useless_training:
+        sums[f"taught_nothing/{part.stage}"] += part.share
+    if report.rollout and report.rollout.rewarded:
+        sums["taught_nothing/rollout"] = sum_of(report.rollout.nothing, "share")
+    yield from sums.items()
+    for stage, rows in grouped(report.achieved, attrgetter("stage")).items():
+        yield f"achieved/{stage.strip('()')}/tflops", sum_of(rows, "teraflops") / len(rows)

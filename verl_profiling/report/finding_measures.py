@@ -10,6 +10,7 @@ from statistics import median, median_low
 from typing import NamedTuple
 
 from verl_profiling.files.step_summary import ROLLOUT
+from verl_profiling.files.trajectory_log import EQUAL
 from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.numbers.capture_rows import slowest_replica
 from verl_profiling.numbers.columns import (
@@ -21,9 +22,8 @@ from verl_profiling.numbers.columns import (
     sum_of,
 )
 from verl_profiling.numbers.given_work import NO_WORK
-from verl_profiling.numbers.taught_nothing import EQUAL
 from verl_profiling.report.model import Report
-from verl_profiling.report.sentences import counted, late_response
+from verl_profiling.report.sentences import by_reason, counted, late_response
 from verl_profiling.slices.intervals import grouped
 from verl_profiling.steps.trajectory_columns import (
     BEFORE,
@@ -410,10 +410,10 @@ def for_nothing(report: Report, rollout: Rollout) -> Iterator[Loss]:
     """Yield the time of trajectories that taught nothing."""
     share = sum_of(rollout.nothing, "share")
     took = duration(sum_of(rollout.nothing, "seconds"))
-    causes = ", ".join(
-        f"{row.share:.0%} {row.cause} ({row.trajectories})" for row in rollout.nothing[:4]
+    text = (
+        f"{share:.0%} of the trajectories' time ({took}) taught nothing: "
+        f"{by_reason(rollout.nothing)}."
     )
-    text = f"{share:.0%} of the trajectories' time ({took}) taught nothing: {causes}."
     advice = ""
     if rollout.nothing and rollout.nothing[0].cause == EQUAL:
         advice = "draw other prompts, or stop a group once its first samples agree"
@@ -429,8 +429,10 @@ def useless_training(report: Report) -> Iterator[Loss]:
     """Yield each stage's training on sequences that taught nothing."""
     for stage, rows in grouped(report.useless_training, lambda row: row.stage).items():
         share, seconds = sum_of(rows, "share"), sum_of(rows, "seconds")
-        causes = ", ".join(f"{row.share:.0%} {row.cause}" for row in rows)
-        text = f"{share:.0%} of {stage} ({report.lane_seconds(seconds)}) taught nothing: {causes}."
+        text = (
+            f"{share:.0%} of {stage} ({report.lane_seconds(seconds)}) taught nothing: "
+            f"{by_reason(rows)}."
+        )
         yield Loss(text, seconds, [], share, "leave these sequences out of the batch")
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from verl_profiling.files.step_summary import ROLLOUT, TRAINING, Idle, Saving, StepSummary
 from verl_profiling.files.watch_signs import sign_of
+from verl_profiling.level_shifts import MATTERS
+from verl_profiling.manifest import UselessPart, useless_parts
 from verl_profiling.numbers.achieved import WHOLE_STEP
 from verl_profiling.numbers.columns import (
     OTHER_RANKS,
     AchievedRow,
     LateResponse,
+    NothingRow,
     RequestedCapture,
     Rollout,
+    UselessRow,
     sum_of,
 )
 from verl_profiling.numbers.idle_causes import cause_name
@@ -226,6 +231,10 @@ def waits(summary: StepSummary | None) -> Iterator[str]:
         yield from _idle_side(idle, TRAINING, taken, made, sides)
     if summary.helps is not None:
         yield most_helpful(summary.helps, summary)
+    given = [f"{stage} {work.tokens:,}" for stage, work in summary.work.items() if work.tokens]
+    if given:
+        yield f"tokens: {', '.join(given)}"
+    yield from useless(summary)
     if summary.tokens or summary.taken or summary.taken_tokens or summary.counts:
         parts = []
         for flow, names in _FLOWS.items():
@@ -236,6 +245,39 @@ def waits(summary: StepSummary | None) -> Iterator[str]:
                 parts.append(f"{flow} {', '.join(known)}")
         parts += [f"{name} {number(value)}" for name, value in summary.counts.items()]
         yield "; ".join(parts)
+
+
+def useless(summary: StepSummary) -> Iterator[str]:
+    """Yield a sentence on each stage of which a share matters that taught nothing."""
+    for stage, lessons in summary.lessons.items():
+        parts = useless_parts(lessons)
+        share = sum_of(parts, "share")
+        if share >= MATTERS:
+            yield f"{share:.0%} of {stage} taught nothing: {by_reason(parts)}"
+
+
+def by_reason(parts: Sequence[UselessPart | NothingRow | UselessRow]) -> str:
+    """Return the shares of the reasons why nothing was learned, and of several tasks their own."""
+    shown = []
+    for cause, of_cause in _largest_first(parts, "cause")[:4]:
+        many = sum(getattr(part, "trajectories", 0) for part in of_cause)
+        count = f" ({many})" if many else ""
+        shown.append(f"{sum_of(of_cause, 'share'):.0%} {cause}{count}")
+    tasks = _largest_first(parts, "task")
+    text = ", ".join(shown)
+    if len(tasks) < 2:
+        return text
+    shares = [
+        f"{sum_of(of_task, 'share_of_task'):.0%} of {task or 'other tasks'}"
+        for task, of_task in tasks[:3]
+    ]
+    return f"{text}; {', '.join(shares)}"
+
+
+def _largest_first(parts: Iterable[Any], column: str) -> list[tuple[str, list[Any]]]:
+    """Return parts by the value of a column, the largest share first."""
+    by_value = grouped(parts, attrgetter(column))
+    return sorted(by_value.items(), key=lambda of_value: -sum_of(of_value[1], "share"))
 
 
 def _idle_side(

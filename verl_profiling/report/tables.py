@@ -362,8 +362,12 @@ _TABLES = (
         "Versions of the weights that generated the training trajectories.",
         field="versions",
     ),
-    Table("taught_nothing", _without_rewards, field="nothing"),
-    Table("useless_training", "Shares are of runs with known advantages or masks."),
+    Table("taught_nothing", _without_rewards, most=100, field="nothing"),
+    Table(
+        "useless_training",
+        "Shares are of runs with known advantages, masks or reasons.",
+        most=100,
+    ),
     Table("trajectory_statuses", most=100, field="statuses"),
     Table("trajectory_failures", most=100, field="failures"),
     Table(

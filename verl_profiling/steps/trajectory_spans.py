@@ -37,11 +37,13 @@ _Span = TypeVar("_Span", bound=StageSpan | TrajectoryRecord | SpanRecord)
 
 
 def statuses_of(inputs: StepInputs) -> LaterStatuses:
-    """Return the last status that was set after the end of trajectories, from all logs of a step.
+    """Return the last status that was set after the end of trajectories, in all of a step.
 
     An example is ``filtered``, which a loop sets on a group of samples that it drops.
     """
     latest: LaterStatuses = {}
+    for change in inputs.manifest.statuses if inputs.manifest else ():
+        latest[change.group, change.sample] = (change.at_ns, change.status)
     calls = [(partial(_statuses_in, source), [source]) for source in inputs.logs]
     for statuses in results(calls, inputs.ray):
         if not isinstance(statuses, TraceFormatError):

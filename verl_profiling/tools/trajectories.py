@@ -20,12 +20,11 @@ from verl_profiling.files.trajectory_log import (
     Counted,
     Fact,
     SpanRecord,
-    StatusChange,
     TrajectoryLog,
     TrajectoryRecord,
     write_log,
 )
-from verl_profiling.manifest import Artifact
+from verl_profiling.manifest import Artifact, StatusChange
 from verl_profiling.tools.base import Destination, Output, Recording, Tool
 from verl_profiling.trajectories.loop_lag import LoopLag
 from verl_profiling.trajectories.spans import (
@@ -34,6 +33,7 @@ from verl_profiling.trajectories.spans import (
     Span,
     Trajectory,
     keep_trajectories,
+    later_statuses,
     start_log,
     stop_log,
 )
@@ -117,14 +117,13 @@ class OpenLog:
 
     Args:
         max_spans: Maximum number of kept spans, and also of trajectories. In
-            ``trajectories/spans.py``, it also bounds the statuses and the counts.
+            ``trajectories/spans.py``, it also bounds the counts.
     """
 
     def __init__(self, max_spans: int) -> None:
         self.max_spans = max_spans
         self.spans: list[Span] = []
         self.trajectories: list[Trajectory] = []
-        self.statuses: list[StatusChange] = []
         self.counts: list[Counted] = []
         self.lag = LoopLag(self.span_of)
         self._begin_ns = clock.now_ns()
@@ -181,10 +180,7 @@ class OpenLog:
             trajectories=[self._trajectory(span, numbers) for span in trajectories],
             spans=[self._span(span, numbers) for span in spans],
             blocks=self.lag.blocks,
-            statuses=[
-                StatusChange(_text(new.group), _sample(new.sample), _text(new.status), new.at_ns)
-                for new in self.statuses
-            ],
+            statuses=statuses_between(self._begin_ns, self._end_ns),
             counts=self.counts,
             spans_left_out=self._left_out[Span],
             trajectories_left_out=self._left_out[Trajectory],
@@ -229,6 +225,15 @@ class OpenLog:
             not ended,
             span.status if ended and span.status in LEFT else "",
         )
+
+
+def statuses_between(begin_ns: int, end_ns: int) -> list[StatusChange]:
+    """Return the statuses that this process set on ended trajectories in a period."""
+    return [
+        StatusChange(_text(new.group), _sample(new.sample), _text(new.status), new.at_ns)
+        for new in [*later_statuses]
+        if begin_ns <= new.at_ns <= end_ns
+    ]
 
 
 def _shorten(facts: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import concurrent.futures
 import os
 import traceback
 from asyncio import _get_running_loop, current_task
+from collections import deque
 from contextvars import ContextVar
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.files.trajectory_log import Counted, StatusChange
+from verl_profiling.files.trajectory_log import Counted
+from verl_profiling.manifest import StatusChange
 from verl_profiling.trajectories.loop_lag import LoopState
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ TRAJECTORY: Final = "trajectory"
 FAILED: Final = "failed"
 LEFT: Final = ("cancelled", "abandoned")
 """Statuses of a span that was left early without a failure."""
+later_statuses: Final = deque[StatusChange](maxlen=16_384)
+"""The last statuses that were set after the end of trajectories, in this process."""
 _MOST_COUNTED: Final = 1 << 53  # largest value of a counter, which the timeline draws as a float
 _MOST_TOKENS: Final = 1 << 40
 
@@ -162,7 +166,10 @@ class Trajectory(Span, gc=True):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
         said = self.status
+        is_first = self.begin_ns and not self.end_ns
         super().__exit__(kind, error, trace)
+        if is_first and _totals is not None:
+            _totals.ended.append(self)
         if kind is not None and not said and self.status == FAILED:
             # Lines of code (of a SyntaxError) are indented; then come the error and its notes.
             lines = traceback.format_exception_only(kind, error)
@@ -206,8 +213,8 @@ def trajectory(group: object = "", sample: int | str | None = None, **facts: Any
         group: An id that all samples of the prompt share.
         sample: Index or id of this sample.
         **facts: Numbers, texts and truth values to keep. The report uses ``validate``, ``turns``,
-            ``tool_calls``, ``prompt_tokens``, ``response_tokens``, ``reward``, and the policy
-            versions ``min_version`` and ``max_version``.
+            ``tool_calls``, ``prompt_tokens``, ``response_tokens``, ``reward``, ``truncated``,
+            ``task``, ``environment``, and the policy versions ``min_version`` and ``max_version``.
     """
     return Trajectory(TRAJECTORY, "", facts, group=group, sample=sample) if _kept else _IDLE
 
@@ -232,8 +239,7 @@ def trajectory_status(group: object, status: str, sample: int | str | None = Non
         status: ``filtered``, ``aborted``, ``abandoned``, or your own word.
         sample: The id of one sample; ``None`` for all samples of the group.
     """
-    if _log is not None and len(_log.statuses) < _log.max_spans:
-        _log.statuses.append(StatusChange(str(group), sample, status, clock.now_ns()))
+    later_statuses.append(StatusChange(str(group), sample, status, clock.now_ns()))
 
 
 def count(name: str, value: int | float) -> None:

@@ -16,8 +16,9 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling.files.opener import appended, move_file, whole_file
-from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.files.step_summary import OTHERS, StepSummary
 from verl_profiling.files.watch_log import OLDER_WATCH_LOG, WATCH_LOG
+from verl_profiling.manifest import useless_parts
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,9 @@ def values_of(summary: StepSummary) -> dict[str, float]:
         saves = f"{PREFIX}{summary.helps.stage}/{summary.helps.change}_saves_s"
         values[saves] = summary.helps.saves_ns / 1e9
     values |= _useless(summary)
+    for stage, work in summary.work.items():
+        if work.tokens is not None:
+            values[f"{PREFIX}{stage}/tokens"] = float(work.tokens)
     values |= {f"{PREFIX}{name}": rate for name, rate in summary.rates.items()}
     values |= {f"{PREFIX}counts/{name}": value for name, value in summary.counts.items()}
     values |= _memory(summary)
@@ -81,9 +85,18 @@ def _memory(summary: StepSummary) -> dict[str, float]:
 
 
 def _useless(summary: StepSummary) -> dict[str, float]:
-    """Return the share of each stage's tokens that taught nothing, as far as known."""
-    shares = {name: work.useless_share for name, work in summary.work.items()}
-    return {f"{PREFIX}{name}/taught_nothing": by for name, by in shares.items() if by is not None}
+    """Return the share of each stage's time that taught nothing, and of several tasks theirs."""
+    values: dict[str, float] = {}
+    for stage, lessons in summary.lessons.items():
+        name = f"{PREFIX}{stage}/taught_nothing"
+        values[name] = 0.0
+        if len(lessons) > 1:
+            values |= {f"{name}/{task or OTHERS}": 0.0 for task in lessons}
+        for part in useless_parts(lessons):
+            values[name] += part.share
+            if len(lessons) > 1:
+                values[f"{name}/{part.task or OTHERS}"] += part.share_of_task
+    return values
 
 
 class WatchLog:

@@ -23,6 +23,7 @@ from verl_profiling.files.step_summary import OTHERS, Period, RankUse, SpanTotal
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import GC, MAX_NS, WEIGHT_SYNC, Work
 from verl_profiling.watch.collectives import collectives_in
+from verl_profiling.watch.lessons import MOST_ENDED, EndedTrajectories
 
 STAGES_OF_A_STEP = 16
 """Number of ended outermost stages that a process keeps for each step that the watch keeps."""
@@ -193,8 +194,9 @@ class StageSums:
         for stage in list(self.open.values()):
             _divide(runs, stage.name, stage.begin_ns - ahead_ns, now_ns, steps, is_open=True)
         totals = self.spans.of_steps(steps, ahead_ns)
+        groups = self.spans.ended.of_steps(steps, ahead_ns)
         entered = collectives_in(steps, ahead_ns) if collectives else [None] * len(steps)
-        given = self._given_in(steps, ahead_ns) if steps and self.given else [None] * len(steps)
+        given = self._given_in(steps, ahead_ns) if steps else []
         uses: list[RankUse | None] = []
         for at, (_, end_ns) in enumerate(steps):
             if end_ns < self._since_ns - ahead_ns:
@@ -214,6 +216,7 @@ class StageSums:
                 counts={**self.spans.counts} or None if is_last else None,
                 work=given[at],
                 host_use=self.use if is_last else None,
+                groups=groups[at],
             )
             uses.append(use)
         return uses
@@ -348,10 +351,12 @@ class SpanSums:
 
     Attributes:
         counts: The last value of each counter.
+        ended: The trajectories that have ended.
     """
 
     def __init__(self) -> None:
         self.counts: dict[str, float] = {}
+        self.ended = EndedTrajectories(maxlen=MOST_ENDED)
         # By number of the time slice: end of the first span that was added, and the sums.
         self._slices: dict[int, tuple[int, _Sums]] = {}
         self._slice_ns = _SHORTEST_SLICE_NS

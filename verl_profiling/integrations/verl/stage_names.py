@@ -64,6 +64,11 @@ ACTOR_STAGES = {
 # Stage names by method of a critic's `TrainingWorker`.
 CRITIC_STAGES = {"infer_batch": "values", "train_mini_batch": "update_critic", **_CHECKPOINTS}
 
+# Keys of a batch, of which the first one names the task or the environment of a sequence; verl's
+# own datasets have ``data_source``.
+TASK_KEYS = ("task", "data_source")
+ENVIRONMENT_KEYS = ("environment", "env_name", "env")
+
 # Stage names by function of an engine's module; `{}` is `fsdp` or `megatron`.
 OFFLOADING = {
     "load_{}_model_to_gpu": "load_model",

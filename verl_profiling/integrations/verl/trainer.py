@@ -60,7 +60,7 @@ from verl_profiling.integrations.verl.stage_names import (
 from verl_profiling.integrations.verl.workers import SETTINGS_KEY
 from verl_profiling.manifest import POLLING
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.trajectories import span
+from verl_profiling.trajectories import span, trajectory_status
 
 logger = logging.getLogger(__name__)
 
@@ -296,6 +296,23 @@ def hook_transfer_queue(module: Any) -> None:
 def hook_replay_buffer(module: Any) -> None:
     """Mark the trainer's sleep between two polls of the replay buffer as a stage."""
     mark(module.ReplayBuffer, "_wait_for_next_poll", partial(trainer_stage, POLLING))
+    if hasattr(module.ReplayBuffer, "_evict_terminal_groups"):  # not before verl 0.9.1
+        wrap(module.ReplayBuffer, "_evict_terminal_groups", _evicted)
+
+
+def _evicted(
+    evict: Callable[..., Any],
+    self: Any,
+    global_steps: int,
+    partition_id: str,
+    eviction_reasons: Sequence[Any],
+) -> Any:
+    """Set the status of the groups that the replay buffer drops."""
+    stale, filtered, *_ = eviction_reasons
+    for status, groups in (("stale", stale), ("filtered", filtered)):
+        for group in groups:
+            trajectory_status(group, status)
+    return evict(self, global_steps, partition_id, eviction_reasons)
 
 
 def hook_v0_trainer(module: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from verl_profiling.capture.session import process_session
 from verl_profiling.integrations.hooks import mark, wrap
+from verl_profiling.integrations.verl.stage_names import ENVIRONMENT_KEYS, TASK_KEYS
 from verl_profiling.integrations.verl.workers import AGENT_LOOP, REWARD, add_actor_methods
 from verl_profiling.trajectories import current_trajectory, span, trajectory
 from verl_profiling.trajectories.spans import current_span
@@ -102,7 +103,17 @@ def _identity(info: Mapping[str, Any], prompt: Mapping[str, Any]) -> dict[str, A
         "sample": _integer(prompt.get("session_id", info.get("rollout_n"))),
         "validate": bool(info.get("validate")),
         "step": _integer(info.get("step")),
+        **_named("task", TASK_KEYS, prompt),
+        **_named("environment", ENVIRONMENT_KEYS, prompt),
     }
+
+
+def _named(fact: str, keys: Sequence[str], prompt: Mapping[str, Any]) -> dict[str, str]:
+    """Return the first text under these keys of a prompt as a fact, if there is one."""
+    for key in keys:
+        if isinstance(prompt.get(key), str):
+            return {fact: prompt[key]}
+    return {}
 
 
 async def _described(
@@ -113,6 +124,9 @@ async def _described(
     if running is None:
         return await score(self, outputs, *args, **kwargs)
     running.add(**_facts(outputs))
+    limit = getattr(getattr(self, "rollout_config", None), "response_length", None)
+    if outputs and limit:  # as verl's response_length/clip_ratio counts
+        running.add(truncated=len(outputs[-1].response_ids) >= limit)
     result = await score(self, outputs, *args, **kwargs)
     reward = getattr(outputs[-1], "reward_score", None) if outputs else None
     if type(reward) is float or isinstance(reward, Real):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 from verl_profiling import clock
@@ -27,6 +28,7 @@ from verl_profiling.integrations.verl.stage_names import (
     ACTOR_STAGES,
     CRITIC_STAGES,
     OFFLOADING,
+    TASK_KEYS,
     WORKER_SYNC_STAGES,
 )
 from verl_profiling.settings.config import ProfilingConfig
@@ -144,13 +146,19 @@ def _padded(values: Any) -> Any:
 
 
 def _learned(data: Any) -> dict[str, Any]:
-    """Return advantages and masks of the sequences that an actor is trained on."""
-    if "advantages" not in data.keys():  # noqa: SIM118 - a TensorDict has no other ``in``
+    """Return advantages, masks and tasks of the sequences that an actor is trained on."""
+    keys = data.keys()  # a TensorDict has no ``in``
+    if "advantages" not in keys:
         return {}
-    return {
+    facts = {
         "advantages": _PerSequence(_advantages, data),
         "masks": _PerSequence(_masks, data),
     }
+    for key in TASK_KEYS:
+        if key in keys:
+            facts["tasks"] = _PerSequence(methodcaller("get", key), data)
+            break
+    return facts
 
 
 class _MarkedMicroBatches(list[Any]):
