@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from drawn_steps import Drawn, Kernel, Worker, drawn_inputs, in_group, ns, report_of
-from step_folders import rewrite_worker
+from step_folders import rewrite, rewrite_worker
 
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
@@ -159,6 +159,64 @@ def test_a_slow_pair_of_hosts_is_named(tmp_path: Path, lasts: float, named: bool
         assert (
             "all_reduce is in-node 20 MB/s; over nodes 2.22 MB/s" in found["exposed_communication"]
         )
+
+
+def test_a_slow_link_of_groups_of_three_hosts_is_named_by_their_hosts(tmp_path: Path) -> None:
+    """Three groups over three hosts each, of which one takes five times as long."""
+    usual = [calls_in([2, 3, 4], 1, 0.2), calls_in([0, 1, 3], 2, 0.2)]
+    slow = calls_in([0, 1, 2], 5, 1.0)
+    kernels = [[*usual[1], *slow], [*usual[1], *slow], [*usual[0], *slow], [*usual[0], *usual[1]]]
+    report = report_on(tmp_path, *kernels, usual[0], hosts="ABCDE")
+    [finding] = [finding for finding in report.findings if finding.rule == "slow_link"]
+    assert finding.text.startswith("A link of nodeA-nodeB-nodeC is slow: all_reduce")
+    assert "over the other groups with" in finding.text
+
+
+def test_data_parallel_engines_that_name_their_groups_alike_have_rows_of_their_own(
+    tmp_path: Path,
+) -> None:
+    """Two groups of two ranks in a replica, each called [0, 1]; one is three times as fast."""
+    workers = [
+        Worker("rollout", replica=rank, kernels=calls_in([0, 1], 1, (0.9, 0.3)[rank // 2]))
+        for rank in range(4)
+    ]
+    drawn_inputs(tmp_path, [("rollout", 0, 10)], workers)
+    artifacts = []
+    for rank, worker in enumerate(read_manifest(tmp_path).workers):
+        [artifact] = worker.artifacts
+        name = f"rollout0_rank{rank}.torch.json.gz"
+        (tmp_path / artifact.path).rename(tmp_path / name)
+        artifacts.append(msgspec.structs.replace(artifact, path=name, lane=f"rollout0_rank{rank}"))
+    rewrite(tmp_path, workers=read_manifest(tmp_path).workers[:1])
+    rewrite_worker(tmp_path, "rollout0", artifacts=artifacts)
+    rows = open_step(tmp_path).report().links
+    assert sorted(row.algorithm_bytes_per_s or 0 for row in rows) == pytest.approx(
+        [2e6 / 0.9, 2e6 / 0.3]
+    )
+    assert [row.calls for row in rows] == [2, 2]
+
+
+def test_buckets_of_weights_have_a_row_and_end_the_finding(tmp_path: Path) -> None:
+    """Of each worker: bytes, number, time, and the median bandwidth."""
+    stages = [("update_weights", 0, 8), ("transfer", 0, 8, 1)]
+    stages += [("bucket", 1, 2, 2), ("bucket", 3, 5, 2)]
+    kernels: list[Kernel] = [("gemm", 8, 10)]
+    report_of(
+        tmp_path, [("update_weights", 0, 8)], [Worker("actor", stages=stages, kernels=kernels)]
+    )
+    [actor] = read_manifest(tmp_path).workers
+    sized = [
+        msgspec.structs.replace(span, bytes=1_000_000 if span.name == "bucket" else 0)
+        for span in actor.stages
+    ]
+    rewrite_worker(tmp_path, actor.name, stages=sized)
+    report = open_step(tmp_path).report()
+    [row] = report.links
+    assert (row.name, row.group, row.calls, row.bytes) == ("weight bucket", actor.name, 2, 2e6)
+    assert row.duration_us == 3e6
+    assert row.algorithm_bytes_per_s == pytest.approx(0.75e6)
+    [finding] = [finding for finding in report.findings if finding.rule == "weight_sync"]
+    assert finding.text.endswith(" actor_rank0 sent 2 MB in 2 buckets, at 750 kB/s.")
 
 
 def test_the_bytes_of_a_real_trace_of_nccl(tmp_path: Path) -> None:

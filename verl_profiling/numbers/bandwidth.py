@@ -13,11 +13,13 @@ bandwidth here: their ranks do not leave together, and a late rank may find its 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
+from verl_profiling.manifest import BUCKET, StageSpan
 from verl_profiling.numbers.columns import LinkRow
 from verl_profiling.slices.intervals import Ints
 from verl_profiling.steps.calls import Calls
@@ -26,6 +28,7 @@ from verl_profiling.steps.lanes import Step
 from verl_profiling.steps.npu_links import Link
 
 _FACTORS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+_MOST_HOSTS = 8  # whose link may be slow: a list of more says nothing
 _REACH = {False: "in-node", True: "over nodes"}
 SIZE_CLASS_BITS = 4
 """Messages of one row differ in size by less than a factor of 2 to the power of this number."""
@@ -35,24 +38,54 @@ def link_rows(step: Step, calls: Iterable[Calls]) -> list[LinkRow]:
     """Return a row per collective, process group and size, and per pair of ranks that a vendor's
     tool recorded; those with most bytes first.
     """
-    runs: defaultdict[tuple[str, int | None, str, Group], list[Ints]] = defaultdict(list)
     rows: list[LinkRow] = []
+    engines = defaultdict[tuple[str, Group], list[Calls]](list)
+    for collective in calls:
+        if collective.is_whole:
+            engines[collective.name, collective.group].append(collective)
+    runs: defaultdict[tuple[Any, ...], list[Ints]] = defaultdict(list)
+    matched: dict[tuple[Any, ...], Calls] = {}
     for lane in step.lanes:
         rows += map(_of_npus, lane.links)
         for (name, group), of_lane in lane.collectives.items():
-            if not name.startswith(LAUNCHES):
-                runs[lane.source.role, lane.source.replica, name, group].append(of_lane)
-    matched = {}
-    for collective in calls:
-        if collective.is_whole:
-            replica = collective.lanes[0].source.replica
-            matched[collective.role, replica, collective.name, collective.group] = collective
+            if name.startswith(LAUNCHES):
+                continue
+            key: tuple[Any, ...] = (lane.source.role, lane.source.replica, None, name, group)
+            for number, engine in enumerate(engines[name, group]):  # they name their groups alike
+                if any(lane is other for other in engine.lanes):
+                    key = (lane.source.role, lane.source.replica, number, name, group)
+                    matched[key] = engine
+            runs[key].append(of_lane)
     for key, of_lanes in runs.items():
         sizes = max(of_lanes, key=len)[:, 2]
         for size_class in np.unique(_classes(sizes)).tolist():
             of_class = sizes[_classes(sizes) == size_class]
             rows.append(_row(key[-2], key[-1], of_class, matched.get(key), step))
+    for worker in step.workers:
+        buckets = [span for span in worker.stages if span.name == BUCKET and span.bytes]
+        if buckets:
+            rows.append(_of_buckets(worker.name, buckets))
     return sorted(rows, key=lambda row: -(row.bytes or 0))
+
+
+def _of_buckets(worker: str, buckets: Sequence[StageSpan]) -> LinkRow:
+    """Return the row of the buckets of weights that a worker sent to its engine."""
+    sizes = np.array([span.bytes for span in buckets])
+    took_ns = np.array([span.end_ns - span.begin_ns for span in buckets])
+    usual, best = np.percentile(sizes / took_ns.clip(min=1), (50, 90)) * 1e9
+    return LinkRow(
+        name=f"weight {BUCKET}",
+        group=worker,
+        pair="",
+        reach="",
+        hosts=1,
+        ranks=1,
+        calls=len(buckets),
+        bytes=float(sizes.sum()),
+        duration_us=float(took_ns.sum()) / 1000,
+        algorithm_bytes_per_s=float(usual),
+        best_bytes_per_s=float(best),
+    )
 
 
 def _of_npus(link: Link) -> LinkRow:
@@ -84,7 +117,8 @@ def _row(name: str, group: Group, sizes: Ints, calls: Calls | None, step: Step) 
     row = LinkRow(
         name=kind or group.collective or name,
         group=group.ranks,
-        pair="-".join(hosts) if len(hosts) == 2 else "",
+        pair="-".join(hosts) if 1 < len(hosts) <= _MOST_HOSTS else "",
+        hosts=len(hosts),
         reach=_REACH[len(hosts) > 1] if hosts else "",
         ranks=group.size,
         calls=len(sizes),

@@ -245,7 +245,7 @@ _RANKED = (
         "look for pause_generation and weight updates during the rollout",
     ),
     Rule("sleep_and_wake", 0.10, sleep_and_wake),  # of the step
-    Rule("weight_sync", 0.15, "were idle while weights went to the engines", stage=WEIGHT_SYNC),
+    Rule("weight_sync", 0.15, slow_links.weight_sync, stage=WEIGHT_SYNC),
     Rule(
         "gc",
         0.02,

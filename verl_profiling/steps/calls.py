@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_profiling.slices.intervals import Ints, Spans
+from verl_profiling.slices.intervals import Ints, Spans, grouped
 from verl_profiling.steps.kinds import Group
 from verl_profiling.steps.lanes import Lane, Step
 
@@ -104,6 +104,9 @@ def _engines(lanes: list[Lane], size: int) -> list[list[Lane]]:
     lanes_of_ranks = set(map(len, by_rank.values()))
     if len(by_rank) == size and len(lanes_of_ranks) == 1 and lanes_of_ranks != {1}:
         return [list(engine) for engine in zip(*by_rank.values(), strict=True)]
+    if lanes[0].is_engine and len(lanes) == len(by_rank) > size > 1:
+        # Data-parallel ranks of an engine: each part of consecutive ranks has a group of this name.
+        return list(grouped(lanes, lambda lane: lane.source.rank // size).values())
     is_group = 1 < len(lanes) <= (size or len(lanes))
     return [lanes] if is_group else []
 

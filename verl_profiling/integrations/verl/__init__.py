@@ -99,6 +99,12 @@ RECORDS = {
         "workers:hook_work": "the work of Megatron engines' batches",
         "workers:hook_offloading": "offloading of Megatron engines between host and device",
     },
+    ("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", "vllm"): {
+        "weight_buckets:hook_vllm_buckets": "the buckets of weight updates, with vLLM",
+    },
+    ("verl.workers.rollout.sglang_rollout.sglang_rollout", "sglang"): {
+        "weight_buckets:hook_sglang_buckets": "the buckets of weight updates, with SGLang",
+    },
     ("verl.workers.rollout.vllm_rollout.vllm_async_server", "vllm"): {
         "workers:hook_vllm_server": "the role rollout and its policy versions, with vLLM",
         "launch:hook_vllm_replica": "vLLM engines with tool nsys",
