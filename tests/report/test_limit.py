@@ -221,6 +221,40 @@ def test_ranks_of_an_engine_that_are_not_recorded_do_their_part(tmp_path: Path) 
         assert now.operations == pytest.approx(past.operations / (4 if of_engine else 1))
 
 
+def with_engine(folder: Path, **facts: Any) -> Report:
+    """Return the report of the step, in which the engine's result has other facts."""
+    manifest = read_manifest(folder)
+    actor, engine = manifest.workers
+    engine = replace(engine, **facts)
+    write_json_atomically(folder / MANIFEST_NAME, replace(manifest, workers=[actor, engine]))
+    return open_step(folder).report()
+
+
+def test_data_parallel_ranks_of_an_engine_have_work_of_their_own(tmp_path: Path) -> None:
+    """Of four ranks, two groups of two: each rank does half of its group's iterations."""
+    before = limit_of(tmp_path, EXPERTS, WORK)
+    folder = tmp_path / "step_000001"
+    identity = read_manifest(folder).workers[1].identity
+    after = with_engine(folder, identity=replace(identity, world_size=4, sizes={"dp": 2}))
+    for past, now in zip(before.achieved, after.achieved, strict=True):
+        of_engine = past.lane == "rollout0_rank0"
+        assert now.operations == pytest.approx(past.operations / (2 if of_engine else 1))
+
+
+@pytest.mark.parametrize(("loaded", "factor"), [(4.0, 2.0), (2.0, 1.0), (0.0, None)])
+def test_the_memory_bandwidth_is_of_what_the_engine_loaded(
+    tmp_path: Path, loaded: float, factor: float | None
+) -> None:
+    """The model's configuration says bfloat16, and the engine may have loaded another type."""
+    before = limit_of(tmp_path, EXPERTS, WORK)
+    after = with_engine(tmp_path / "step_000001", metrics={"bytes_per_weight": loaded})
+    [[past], [now]] = [
+        [row.memory_share for row in report.achieved if row.stage == "decode"]
+        for report in (before, after)
+    ]
+    assert now == (None if factor is None else pytest.approx(factor * past, rel=1e-3))
+
+
 def test_a_weight_update_is_no_time_of_decoding(tmp_path: Path) -> None:
     """The engine loads weights for a second after its last iteration."""
     write_run(tmp_path, {"model": QWEN})

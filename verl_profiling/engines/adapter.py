@@ -56,6 +56,8 @@ class EngineAdapter(ABC):
         window: The part of a rollout to record (``rollout.start``, ``rollout.count``).
         spool: Folder into which the engine writes its traces of all steps.
         ranks: Number of ranks that write a trace.
+        data_ranks: Number of groups of them that have requests and weights of their own.
+        number_bytes: Bytes of a loaded weight; 0 if they are quantized, ``None`` if unknown.
         parts: Names of the parts of a rank's recording, each with a trace of its own.
         device: Device type of the engine in torch, e.g. ``cuda``.
         device_numbers: Visible device number of each rank from rank 0 on; empty if unknown.
@@ -69,6 +71,8 @@ class EngineAdapter(ABC):
     window: RolloutOptions
     spool: Path
     ranks: int = 1
+    data_ranks: int = 1
+    number_bytes: int | None = None
     parts: Sequence[str] = ("",)
     device: str = "cuda"
     device_numbers: Sequence[int] = ()

@@ -26,6 +26,7 @@ from verl_profiling.engines.window import RangeWindow, SpoolWindow, Window
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import (
+    NUMBER_BYTES,
     Artifact,
     CaptureResult,
     Device,
@@ -248,6 +249,9 @@ class EngineRecorder:
         status, reason = worst_status(artifacts)
         if death := _death_of(self.engine):  # its workers may have written whole traces before
             status, reason = "failed", death
+        metrics: dict[str, float] = {}
+        if self.engine.number_bytes is not None:
+            metrics[NUMBER_BYTES] = self.engine.number_bytes
         result = result_of(
             window.request,
             window.role,
@@ -260,6 +264,7 @@ class EngineRecorder:
             tool_spans=tool_spans,
             notes=window.notes,
             devices=list(self.devices),
+            metrics=metrics,
         )
         self._window = None
         clock.release()

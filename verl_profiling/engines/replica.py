@@ -233,7 +233,9 @@ def make_recorder(
         return SessionRecorder(config, identity, log, elsewhere, lost)
     adapter.check_device(adapter.tool, adapter.device, identity.role)
     first = replica * adapter.ranks if rank is None else rank
-    identity = msgspec.structs.replace(identity, rank=first, world_size=adapter.ranks)
+    identity = msgspec.structs.replace(
+        identity, rank=first, world_size=adapter.ranks, sizes={"dp": adapter.data_ranks}
+    )
     known = engine_devices(adapter.device, adapter.ranks, adapter.device_numbers, devices)
     return EngineRecorder(adapter, identity, config, log, known)
 

@@ -33,6 +33,7 @@ from verl_profiling.engines.sglang_requests import watch_manager
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.files.npu_folders import is_recording, rank_of_recording
 from verl_profiling.identity import WorkerIdentity
+from verl_profiling.manifest import BYTES_OF
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.groups import RolloutOptions
 from verl_profiling.tools.base import Tool
@@ -107,8 +108,12 @@ class SGLangAdapter(EngineAdapter):
         self.device = str(server.get("device") or "cuda")
         self._tp = _number(server, "tp_size", 1)
         self._pp = _number(server, "pp_size", 1)
-        self._dp = _data_parallel_ranks(server)
-        self.ranks = self._tp * self._pp * self._dp
+        self.data_ranks = _data_parallel_ranks(server)
+        self.ranks = self._tp * self._pp * self.data_ranks
+        if server.get("quantization"):
+            self.number_bytes = 0
+        else:  # "auto" is the type of the model's configuration
+            self.number_bytes = BYTES_OF.get(str(server.get("dtype")))
         if manager is not None:  # behind a URL, devices are those of another process's environment
             # SGLang's launcher chooses devices by this rule.
             first, step = _number(server, "base_gpu_id", 0), _number(server, "gpu_id_step", 1)
@@ -198,7 +203,7 @@ class SGLangAdapter(EngineAdapter):
         if match is None:
             return None
         tp, dp, pp = (int(match[name] or 0) for name in ("tp", "dp", "pp"))
-        return ((dp if self._dp > 1 else 0) * self._pp + pp) * self._tp + tp
+        return ((dp if self.data_ranks > 1 else 0) * self._pp + pp) * self._tp + tp
 
     def part_of(self, path: Path) -> str | None:
         match = _TRACE.search(path.name)

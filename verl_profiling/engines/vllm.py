@@ -231,7 +231,11 @@ class VLLMAdapter(EngineAdapter):
             int(parallel.pipeline_parallel_size),
             int(parallel.tensor_parallel_size),
         )
-        self.ranks = self._pp * self._tp * parallel.data_parallel_size
+        self.data_ranks = parallel.data_parallel_size
+        self.ranks = self._pp * self._tp * self.data_ranks
+        model = getattr(vllm_config, "model_config", None)
+        if model is not None:
+            self.number_bytes = 0 if model.quantization else model.dtype.itemsize
         if (
             getattr(parallel, "distributed_executor_backend", None) != "ray"
         ):  # Ray places ranks itself

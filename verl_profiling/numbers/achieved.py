@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from verl_profiling.files.iteration_names import UNKNOWN_TOKENS
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.manifest import WEIGHT_SYNC, CaptureResult
+from verl_profiling.manifest import NUMBER_BYTES, WEIGHT_SYNC, CaptureResult
 from verl_profiling.numbers.columns import AchievedRow, WorkRow
 from verl_profiling.numbers.device_peaks import PEAK_OF
 from verl_profiling.numbers.model_shape import TRAINING, ModelShape, shape_of
@@ -125,9 +125,14 @@ class Achieved:
             return
         pairs, cached = attention
         worker = self._step.worker_of(lane.source)
-        ranks = len(self._step.lanes_of(lane.source.worker))
+        ranks: float = len(self._step.lanes_of(lane.source.worker))
+        number_bytes: float | None = shape.bytes
         if worker is not None:
             ranks = max(ranks, worker.identity.world_size)  # not all of them may be recorded
+            # An iteration is of one group of ranks, with requests and weights of its own.
+            ranks /= worker.identity.sizes.get("dp", 1)
+            # The engine may load another type than that of the model's configuration.
+            number_bytes = worker.metrics.get(NUMBER_BYTES, number_bytes)
         sync = self._step.during(WEIGHT_SYNC)
         first, stop = np.searchsorted(lane.iterations[:, 0], sync).T
         # A weight update without an iteration is no part of the iteration before it.
@@ -141,8 +146,9 @@ class Achieved:
             # The output layer for the last tokens of prompts is left out: one of many tokens.
             flops = shape.forward(sizes.sum(), pairs[chosen].sum(), new[chosen].sum()) / ranks
             read = None
-            if stage == "decode" and shape.bytes is not None:
-                read = float(shape.numbers_read(sizes, cached[chosen]).sum()) * shape.bytes / ranks
+            if stage == "decode" and number_bytes:
+                numbers = float(shape.numbers_read(sizes, cached[chosen]).sum())
+                read = numbers * number_bytes / ranks
             if len(sizes):
                 device = lane.model if lane.on_device else ""
                 self._add(lane.name, stage, device, int(took[chosen].sum()), float(flops), read)

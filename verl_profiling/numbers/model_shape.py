@@ -25,9 +25,10 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 
+from verl_profiling.manifest import BYTES_OF
+
 _COUNTED = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Kinds of models (``model_type``) whose formulas are checked against torch's FlopCounterMode."""
-_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 TRAINING = 3
 """Operations of a forward and a backward pass, as a multiple of those of the forward pass."""
 
@@ -132,7 +133,7 @@ def _shape(config: Mapping[str, Any], has_head: bool) -> ModelShape:
         expert=expert,
         experts=experts,
         active=active,
-        bytes=None if quantized else _BYTES.get(kind),
+        bytes=None if quantized else BYTES_OF.get(kind),
     )
 
 
