@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from example_loops import settings
+from msgspec.structs import replace
 
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.analysis import open_step
@@ -76,6 +77,12 @@ def test_facts_of_user_code_stand_and_the_parts_add_the_others(tmp_path: Path) -
         ({"lengths": LENGTHS, "samples": 4}, Work(samples=4), "3 samples, and samples=4 was"),
         ({"lengths": LENGTHS, "advantages": [1, 0]}, OF_LENGTHS, "advantages is left out"),
         ({"lengths": LENGTHS, "masks": [1, 0, math.nan]}, OF_LENGTHS, "masks is left out"),
+        (
+            {"lengths": LENGTHS, "masks": [1, 0, 1], "tasks": ["a"]},
+            replace(OF_LENGTHS, lessons={"": {"": 5, "masked": 5}}),
+            "tasks is left out",
+        ),
+        ({"lengths": LENGTHS, "reasons": 3}, OF_LENGTHS, "reasons is left out"),
         ({"samples": 2, "advantages": [1, 0]}, Work(samples=2), "2 of them, and 0 lengths"),
     ],
 )

@@ -32,11 +32,12 @@ class EndedTrajectories(deque[Trajectory]):
             steps: Begin and end of each step, in order, on the clock of the loop's process.
             ahead_ns: Clock offset: this process's clock minus the loop's.
         """
-        if not self:
+        ended = [self.popleft() for _ in range(len(self))]
+        if not later_statuses and not any(map(_tells, ended)):
             return [()] * len(steps)
         groups: dict[tuple[str, str], list[Trajectory]] = {}
         task, of_task = "", (None, None)
-        for trajectory in [self.popleft() for _ in range(len(self))]:
+        for trajectory in ended:
             facts = trajectory.facts
             named = facts.get("task"), facts.get("environment")
             if named[0] is not of_task[0] or named[1] is not of_task[1]:  # few tasks, so seldom
@@ -54,16 +55,17 @@ class EndedTrajectories(deque[Trajectory]):
             for number, (begin_ns, end_ns) in enumerate(steps):
                 if begin_ns <= ended_ns <= end_ns:
                     sums[number].append(_sum_of(group, task, members, later))
-        return [tuple(of_step) if any(map(_is_known, of_step)) else () for of_step in sums]
+        return [*map(tuple, sums)]
 
 
 def _text(value: object) -> str:
     return str(value)[:_LONGEST_ID].encode("utf-8", "replace").decode()
 
 
-def _is_known(group: GroupSum) -> bool:
-    """Return whether a fact tells what the group taught: a reward, or a reason against it."""
-    return bool(group.rewards) or group.times_ns.keys() != {""}
+def _tells(trajectory: Trajectory) -> bool:
+    """Return whether a fact tells what a trajectory taught."""
+    facts = trajectory.facts
+    return "reward" in facts or "truncated" in facts or trajectory.status not in ("", *KEPT)
 
 
 def _sum_of(
@@ -77,7 +79,9 @@ def _sum_of(
         members: The trajectories.
         later: Statuses that were set after the end of trajectories, in this process.
     """
-    total = GroupSum(_text(group), task, 0, [], {})
+    many = 0
+    rewards: list[float] = []
+    times_ns: dict[str, int] = {}
     for trajectory in members:
         facts, reason = trajectory.facts, trajectory.status
         if later:
@@ -87,13 +91,14 @@ def _sum_of(
             reason = _text(reason)
         else:
             reason = TRUNCATED if facts.get("truncated") is True else ""
-            total.members += 1
+            many += 1
             reward = reward_of(facts)
             if reward is not None:
-                total.rewards.append(reward)
-        took_ns = max(0, trajectory.end_ns - trajectory.begin_ns)
-        total.times_ns[reason] = total.times_ns.get(reason, 0) + took_ns
-    return total
+                rewards.append(reward)
+        took_ns = trajectory.end_ns - trajectory.begin_ns
+        if took_ns > 0:  # the clock may be set back
+            times_ns[reason] = times_ns.get(reason, 0) + took_ns
+    return GroupSum(_text(group), task, many, rewards, times_ns)
 
 
 def lessons_in(summary: StepSummary) -> dict[str, Lessons]:
