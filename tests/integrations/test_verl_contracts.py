@@ -111,6 +111,33 @@ def test_buckets_of_weights_have_bytes_and_the_time_until_they_are_loaded(
     assert all(span.end_ns - span.begin_ns >= 50_000_000 for span in buckets)
 
 
+def test_buckets_of_sglang_last_until_the_next_one_is_taken(tmp_path: Path) -> None:
+    """Verl's own generator: two tensors fit into each bucket, and the caller sends it."""
+    from verl_profiling.integrations.verl.weight_buckets import hook_sglang_buckets
+
+    utils = pytest.importorskip("verl.workers.rollout.sglang_rollout.utils")
+    module = SimpleNamespace(get_named_tensor_buckets=utils.get_named_tensor_buckets)
+    hook_sglang_buckets(module)
+    weights = [(str(number), torch.zeros(100)) for number in range(3)]
+
+    async def update() -> list[int]:
+        sent = []
+        async for bucket in module.get_named_tensor_buckets(iter(weights), 800, fusion_groups=()):
+            await asyncio.sleep(0.02)
+            sent.append(len(bucket))
+        return sent
+
+    with (
+        record_step(settings(tool="spans"), tmp_path) as recorded,
+        stage("update_weights"),
+        stage("transfer"),
+    ):
+        assert asyncio.run(update()) == [2, 1]
+    buckets = [span for span in recorded.result.stages if span.name == "bucket"]
+    assert [(span.bytes, span.depth) for span in buckets] == [(800, 2), (400, 2)]
+    assert all(span.end_ns - span.begin_ns >= 20_000_000 for span in buckets)
+
+
 ACTOR = ("compute_log_prob", "compute_ref_log_prob", "update_actor", "update_weights")
 CRITIC = ("infer_batch", "train_mini_batch")
 CHECKPOINTS = ("save_checkpoint", "load_checkpoint")

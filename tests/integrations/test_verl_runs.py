@@ -18,6 +18,7 @@ class TestVLLM(RunContract):
 
     engine = "vllm"
     iteration = "execute_"
+    limits = ("prefill", "decode")
 
 
 def test_a_worker_that_is_killed_leaves_the_rest(tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ from msgspec.structs import replace
 
 from verl_profiling.manifest import BUCKET, StageSpan
 from verl_profiling.numbers.columns import LinkRow
-from verl_profiling.slices.intervals import Ints
+from verl_profiling.slices.intervals import Ints, grouped
 from verl_profiling.steps.calls import Calls
 from verl_profiling.steps.kinds import LAUNCHES, Group
-from verl_profiling.steps.lanes import Step
+from verl_profiling.steps.lanes import Lane, Step
 from verl_profiling.steps.npu_links import Link
 
 _FACTORS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
@@ -39,23 +39,18 @@ def link_rows(step: Step, calls: Iterable[Calls]) -> list[LinkRow]:
     tool recorded; those with most bytes first.
     """
     rows: list[LinkRow] = []
-    engines = defaultdict[tuple[str, Group], list[Calls]](list)
-    for collective in calls:
-        if collective.is_whole:
-            engines[collective.name, collective.group].append(collective)
+    engines = grouped(calls, lambda call: (call.name, call.group))
     runs: defaultdict[tuple[Any, ...], list[Ints]] = defaultdict(list)
     matched: dict[tuple[Any, ...], Calls] = {}
     for lane in step.lanes:
         rows += map(_of_npus, lane.links)
         for (name, group), of_lane in lane.collectives.items():
-            if name.startswith(LAUNCHES):
-                continue
-            key: tuple[Any, ...] = (lane.source.role, lane.source.replica, None, name, group)
-            for number, engine in enumerate(engines[name, group]):  # they name their groups alike
-                if any(lane is other for other in engine.lanes):
-                    key = (lane.source.role, lane.source.replica, number, name, group)
+            if not name.startswith(LAUNCHES):
+                number, engine = _engine_of(lane, engines.get((name, group), []))
+                key = (lane.source.role, lane.source.replica, number, name, group)
+                runs[key].append(of_lane)
+                if engine is not None:
                     matched[key] = engine
-            runs[key].append(of_lane)
     for key, of_lanes in runs.items():
         sizes = max(of_lanes, key=len)[:, 2]
         for size_class in np.unique(_classes(sizes)).tolist():
@@ -66,6 +61,14 @@ def link_rows(step: Step, calls: Iterable[Calls]) -> list[LinkRow]:
         if buckets:
             rows.append(_of_buckets(worker.name, buckets))
     return sorted(rows, key=lambda row: -(row.bytes or 0))
+
+
+def _engine_of(lane: Lane, engines: Iterable[Calls]) -> tuple[int | None, Calls | None]:
+    """Return the calls of a lane's whole group, with their number: engines name groups alike."""
+    for number, calls in enumerate(engines):
+        if calls.is_whole and any(lane is other for other in calls.lanes):
+            return number, calls
+    return None, None
 
 
 def _of_buckets(worker: str, buckets: Sequence[StageSpan]) -> LinkRow:

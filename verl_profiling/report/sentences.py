@@ -231,10 +231,7 @@ def waits(summary: StepSummary | None) -> Iterator[str]:
         yield from _idle_side(idle, TRAINING, taken, made, sides)
     if summary.helps is not None:
         yield most_helpful(summary.helps, summary)
-    given = [f"{stage} {work.tokens:,}" for stage, work in summary.work.items() if work.tokens]
-    if given:
-        yield f"tokens: {', '.join(given)}"
-    yield from useless(summary)
+    yield from _work(summary)
     if summary.tokens or summary.taken or summary.taken_tokens or summary.counts:
         parts = []
         for flow, names in _FLOWS.items():
@@ -247,8 +244,13 @@ def waits(summary: StepSummary | None) -> Iterator[str]:
         yield "; ".join(parts)
 
 
-def useless(summary: StepSummary) -> Iterator[str]:
-    """Yield a sentence on each stage of which a share matters that taught nothing."""
+def _work(summary: StepSummary) -> Iterator[str]:
+    """Yield a sentence on the tokens of the stages, and one on each stage of which a share matters
+    that taught nothing.
+    """
+    given = [f"{stage} {work.tokens:,}" for stage, work in summary.work.items() if work.tokens]
+    if given:
+        yield f"tokens: {', '.join(given)}"
     for stage, lessons in summary.lessons.items():
         parts = useless_parts(lessons)
         share = sum_of(parts, "share")

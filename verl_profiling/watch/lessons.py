@@ -35,15 +35,7 @@ class EndedTrajectories(deque[Trajectory]):
         ended = [self.popleft() for _ in range(len(self))]
         if not later_statuses and not any(map(_tells, ended)):
             return [()] * len(steps)
-        groups: dict[tuple[str, str], list[Trajectory]] = {}
-        task, of_task = "", (None, None)
-        for trajectory in ended:
-            facts = trajectory.facts
-            named = facts.get("task"), facts.get("environment")
-            if named[0] is not of_task[0] or named[1] is not of_task[1]:  # few tasks, so seldom
-                task, of_task = task_of(facts), named
-            if facts.get("validate") is not True:
-                groups.setdefault((str(trajectory.group), task), []).append(trajectory)
+        groups = _by_group_and_task(ended)
         is_open = {str(span.group) for span in open_spans() if isinstance(span, Trajectory)} - {""}
         later = {(new.group, new.sample): new.status for new in [*later_statuses]}
         sums: list[list[GroupSum]] = [[] for _ in steps]
@@ -56,6 +48,22 @@ class EndedTrajectories(deque[Trajectory]):
                 if begin_ns <= ended_ns <= end_ns:
                     sums[number].append(_sum_of(group, task, members, later))
         return [*map(tuple, sums)]
+
+
+def _by_group_and_task(
+    ended: Iterable[Trajectory],
+) -> dict[tuple[str, str], list[Trajectory]]:
+    """Return trajectories by group and task, without those of a validation."""
+    groups: dict[tuple[str, str], list[Trajectory]] = {}
+    task, of_task = "", (None, None)
+    for trajectory in ended:
+        facts = trajectory.facts
+        named = facts.get("task"), facts.get("environment")
+        if named[0] is not of_task[0] or named[1] is not of_task[1]:  # few tasks, so seldom
+            task, of_task = task_of(facts), named
+        if facts.get("validate") is not True:
+            groups.setdefault((str(trajectory.group), task), []).append(trajectory)
+    return groups
 
 
 def _text(value: object) -> str:
