@@ -33,16 +33,34 @@ def _of_span(trigger: Trigger, step: StepSummary) -> float | None:
 
 
 def _of_leads(trigger: Trigger, step: StepSummary) -> float | None:
-    leads_ns = [
-        row.lead_ns
-        for row in step.exposed
-        if row.name == trigger.stage and row.leader in trigger.suspects
-    ]
-    return sum(leads_ns) / step.duration_ns if step.duration_ns else None
+    # A stage without a leader may be even, or end in a collective that hides who was late.
+    led = [row for row in step.exposed if row.name == trigger.stage and row.leader]
+    if not led or not step.duration_ns:
+        return None
+    leads_ns = [row.lead_ns for row in led if row.leader in trigger.suspects]
+    return sum(leads_ns) / step.duration_ns
 
 
 def _unknown(_: Trigger, __: StepSummary) -> float | None:
     return None
+
+
+def _not_in_the_log(_: Trigger) -> str:
+    return "it is not in the log"
+
+
+def _no_leader(trigger: Trigger) -> str:
+    return (
+        f"in the last steps, the log has no leader of {trigger.stage}. "
+        "A capture of its ranks shows who is late: verl-profiling trigger RUN"
+    )
+
+
+def ran_in(trigger: Trigger, step: StepSummary) -> bool:
+    """Return whether the stage or the span of a trigger ran in a step."""
+    if trigger.span:
+        return any(total.name == trigger.span for total in step.spans)
+    return not trigger.stage or trigger.stage in step.exposed_s
 
 
 @dataclass(frozen=True)
@@ -52,6 +70,7 @@ class Sign:
     Attributes:
         value_in: The value of a later step that compares with the trigger's; ``None`` if unknown.
         text_of: A value as text, with its unit.
+        missing: Clause on why the value of later steps is unknown, and how to get it.
         is_of_loop: Whether the loop itself is slow, so that each later step shows if it lasts.
         of_stage: Whether only the stages inside the slow stage are captured, not the whole step.
         of_all: Whether all workers of a stage may cause it together: without a suspect, all are
@@ -62,6 +81,7 @@ class Sign:
 
     value_in: Callable[[Trigger, StepSummary], float | None]
     text_of: Callable[[float], str] = duration
+    missing: Callable[[Trigger], str] = _not_in_the_log
     is_of_loop: bool = False
     of_stage: bool = False
     of_all: bool = False
@@ -76,6 +96,7 @@ SIGNS = {
     LEADER: Sign(
         _of_leads,
         lambda share: f"{share:.1%} of the step",
+        _no_leader,
         of_stage=True,
         of_ranks=True,
         has_median=False,

@@ -8,13 +8,14 @@ from typing import Literal, NamedTuple
 
 from verl_profiling.capture_request import Trigger
 from verl_profiling.files.step_summary import StepSummary
-from verl_profiling.files.watch_signs import sign_of
+from verl_profiling.files.watch_signs import ran_in, sign_of
 from verl_profiling.report.run_table import trend_of
 from verl_profiling.report.sentences import counted, most_helpful
 from verl_profiling.report.watch_frame import IN_NO_STAGE, RunView, noticed_in
 from verl_profiling.units import duration, listed
 
 _LATEST = 5  # steps whose median is the present value: one quick step is no recovery
+_STILL = 1.25  # ratio to the value before from which a duration is not as before
 _RECENT = 400  # steps in which a change is searched
 _GROWN = 0.1  # change of a step's duration from which a run is not as usual
 _LEAST_STEPS = 12  # a drift of fewer steps is chance
@@ -30,7 +31,7 @@ class Event(NamedTuple):
         what: A sentence.
         who: Names of the processes that may be the cause, else of the stage or the span.
         now: A sentence on how it is now.
-        lasts: Whether it is still so.
+        lasts: Whether it is still so; ``None`` if it is not known.
         why_not: Why it is not captured; empty if unknown, or for a hang.
     """
 
@@ -40,7 +41,7 @@ class Event(NamedTuple):
     what: str
     who: str
     now: str
-    lasts: bool
+    lasts: bool | None
     why_not: str = ""
 
 
@@ -86,20 +87,34 @@ def _noticed(
     trigger: Trigger, why: str, steps: Sequence[StepSummary], ends_ns: Mapping[int, int]
 ) -> Event:
     step = trigger.noticed or 0
-    sign = sign_of(trigger)
-    later = [sign.value_in(trigger, one) for one in steps if one.step > step and not one.captured]
-    values = [value for value in later if value is not None][-_LATEST:]
-    now, lasts = "Whether it lasts is not known yet.", True
-    if later and not values:
-        now = "Whether it lasts is not in the log."
-    elif values:
-        usual, value = trigger.median * sign.has_median, median(values)
-        lasts = value > (usual + trigger.value) / 2
-        now = f"{'Still' if lasts else 'Now'} {sign.text_of(value)}"
-        now += f", before {sign.text_of(usual)}" * bool(usual) + "."
+    later = [each for each in steps if each.step > step and not each.captured]
+    now, lasts = _how_it_is(trigger, [each for each in later if ran_in(trigger, each)])
     who = listed(trigger.suspects) or trigger.span or trigger.stage or "no process"
     what = f"{trigger.reason[:1].upper()}{trigger.reason[1:]}"
     return Event(step, ends_ns.get(step, 0), trigger.sign, what, who, now, lasts, why)
+
+
+def _how_it_is(trigger: Trigger, later: Sequence[StepSummary]) -> tuple[str, bool | None]:
+    """Return a sentence on how an anomaly is now, and whether it lasts; ``None`` if unknown.
+
+    Args:
+        trigger: The anomaly.
+        later: The later steps that may show it.
+    """
+    sign = sign_of(trigger)
+    latest = [sign.value_in(trigger, step) for step in later[-_LATEST:]]
+    values = [value for value in latest if value is not None]
+    if not later:
+        return "Whether it lasts is not known yet.", None
+    if not values:
+        return f"Whether it lasts is not known: {sign.missing(trigger)}.", None
+    usual, value = trigger.median * sign.has_median, median(values)
+    least = (usual + trigger.value) / 2
+    if usual:  # a single extreme step is no measure of what is as before
+        least = min(least, _STILL * usual)
+    lasts = value > least
+    now = f"{'Still' if lasts else 'Now'} {sign.text_of(value)}"
+    return f"{now}{f', before {sign.text_of(usual)}' * bool(usual)}.", lasts
 
 
 def health(view: RunView, found: Sequence[Event], end: str, cause: str) -> Health:
@@ -109,10 +124,10 @@ def health(view: RunView, found: Sequence[Event], end: str, cause: str) -> Healt
         view: The run.
         found: Its :func:`events`.
         end: Why the run ended badly; empty if it did not.
-        cause: First finding of the capture of the last event that lasts; empty if there is none.
+        cause: First finding of the capture of the last event that may last; empty if there is none.
     """
-    latest_first = sorted(found, key=lambda event: (event.lasts, event.step), reverse=True)
-    changed = [f"{event.what}. {event.now}" for event in latest_first]
+    lasting_last = sorted(found, key=lambda event: (_open(event), bool(event.lasts), event.step))
+    changed = [f"{event.what}. {event.now}" for event in reversed(lasting_last)]
     if view.hangs:
         step = view.hangs.partition(" hangs")[0]
         return Health("bad", f"{step.capitalize()} hangs", [view.hangs, *changed], [_OF_A_HANG])
@@ -130,13 +145,17 @@ _OF_A_HANG = (
 )
 
 
+_UNKNOWN = "Not known whether it is as usual again"
+
+
 def _of_steps(view: RunView, found: Sequence[Event], changed: list[str], cause: str) -> Health:
     """Return the health of a run without a problem now."""
     slower = _slower(view.watch)
-    lasting = [event for event in found if event.lasts]
+    lasting = [*filter(_open, found)]
     if lasting:
         who = listed(list(dict.fromkeys(event.who for event in lasting)))
-        verdict = f"Not as usual since step {lasting[0].step}: {who}"
+        state = "Not as usual" if any(event.lasts for event in lasting) else _UNKNOWN
+        verdict = f"{state} since step {lasting[0].step}: {who}"
         latest = lasting[-1]
         not_captured = f"It was not captured: {latest.why_not}." * bool(latest.why_not)
         advice = [f"Look at {latest.who}.", cause or not_captured, "" if cause else view.note]
@@ -148,6 +167,11 @@ def _of_steps(view: RunView, found: Sequence[Event], changed: list[str], cause: 
     unchanged = [f"Nothing that lasts, in {counted(len(view.watch), 'step')}."]
     verdict = "Healthy again" if found else "Healthy"
     return Health("calm", verdict, changed or unchanged, ["Nothing to mend.", *advice])
+
+
+def _open(event: Event) -> bool:
+    """Return whether an event may last."""
+    return event.lasts is not False
 
 
 def _slower(steps: Sequence[StepSummary]) -> list[str]:

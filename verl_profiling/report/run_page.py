@@ -93,8 +93,11 @@ def render_run(
 
 
 def _cause_of(found: Sequence[Event], causes: Mapping[int | None, RunCapture]) -> str:
-    """Return the first finding of the capture of the last anomaly; empty without a capture."""
-    capture = causes.get(max((event.step for event in found if event.lasts), default=None))
+    """Return the first finding of the capture of the last anomaly that may last; empty without
+    one.
+    """
+    may_last = [event.step for event in found if event.lasts is not False]
+    capture = causes.get(max(may_last, default=None))
     return f"{capture.title}: {capture.first_finding}" if capture else ""
 
 

@@ -1,0 +1,108 @@
+"""The first section of a run's page: whether it is as usual, since when, and what is not known."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from drawn_summaries import summary
+
+from verl_profiling.capture_request import Trigger
+from verl_profiling.cli import main
+from verl_profiling.files.run_files import write_json_atomically
+from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.identity import ProcessId
+from verl_profiling.manifest import RunInfo
+from verl_profiling.watch.log_writer import WatchLog
+
+
+def health_of(run: Path, steps: Sequence[StepSummary]) -> str:
+    """Return the text of the section, for a run that ended with these steps."""
+    run.mkdir(exist_ok=True)
+    info = RunInfo(
+        run_id="run",
+        begin_ns=steps[0].begin_ns,
+        end_ns=steps[-1].end_ns,
+        process=ProcessId.current(),
+        config={"watch": {"enable": True, "trigger": {}}},
+        versions={},
+    )
+    write_json_atomically(run / "run.json", info)
+    log = WatchLog(run)
+    for step in steps:
+        log(step)
+    assert main(["report", str(run), "--save"]) == 0
+    page = (run / "index.html").read_text()
+    section = page.partition('id="health"')[2].partition("</section>")[0]
+    return html.unescape(re.sub(r"<[^>]+>", "\n", section))
+
+
+def lead(step: int, share: float = 0.3) -> Trigger:
+    return Trigger(
+        kind="anomaly",
+        sign="leader",
+        noticed=step,
+        stage="update_actor",
+        suspects=["actor_rank1"],
+        value=share,
+        median=share,
+        reason=f"step {step}: actor_rank1 was in stage update_actor 3 s longer than its peers",
+    )
+
+
+def slow(step: int, value_s: float, median_s: float) -> Trigger:
+    return Trigger(
+        kind="anomaly",
+        sign="slow_stage",
+        noticed=step,
+        stage="update_actor",
+        value=value_s,
+        median=median_s,
+        reason=f"step {step}: stage update_actor took {value_s} s of the step",
+    )
+
+
+def test_a_lead_is_unknown_where_no_leader_is_known(tmp_path: Path) -> None:
+    """A collective hides who was late, so no leader in the log is no recovery."""
+    steps = [summary(step, leader="actor_rank1" if step <= 12 else "") for step in range(1, 31)]
+    steps[9].noticed = lead(10)
+    text = health_of(tmp_path / "run", steps)
+    assert "Healthy" not in text
+    assert "Nothing to mend" not in text
+    assert "Not known whether it is as usual again since step" in text
+    assert "Whether it lasts is not known: in the last steps, the log has no leader" in text
+    assert "verl-profiling trigger" in text
+    assert "Look at actor_rank1." in text
+
+
+def test_a_lead_of_another_process_is_a_recovery(tmp_path: Path) -> None:
+    steps = [
+        summary(step, leader="actor_rank1" if step <= 12 else "actor_rank3")
+        for step in range(1, 31)
+    ]
+    steps[9].noticed = lead(10)
+    text = health_of(tmp_path / "run", steps)
+    assert "Healthy again" in text
+    assert "Now 0.0% of the step." in text
+
+
+def test_a_stage_that_is_still_far_longer_is_not_as_usual(tmp_path: Path) -> None:
+    """One extreme step, as of a busy machine, is no measure of what is as before."""
+    usual, after = {"update_actor": 1_200.0}, {"update_actor": 2_300.0}
+    steps = [summary(step, usual if step < 12 else after, leader="") for step in range(1, 31)]
+    steps[11].noticed = slow(12, 7.7, 1.2)
+    text = health_of(tmp_path / "run", steps)
+    assert "Healthy" not in text
+    assert "Still 2.30 s, before 1.20 s." in text
+
+
+def test_memory_is_not_said_to_last(tmp_path: Path) -> None:
+    steps = [summary(step, leader="") for step in range(1, 31)]
+    steps[9].noticed = Trigger(
+        kind="anomaly", sign="memory", noticed=10, suspects=["actor_rank1"], reason="memory grew"
+    )
+    text = health_of(tmp_path / "run", steps)
+    assert "Not known whether it is as usual again since step 10: actor_rank1" in text
+    assert "Whether it lasts is not known: it is not in the log." in text
