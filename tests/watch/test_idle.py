@@ -325,6 +325,27 @@ def test_of_ranks_that_run_the_loop() -> None:
     assert made.rollout_idle == Idle(0.6, "training", 0.4)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("scoring", ["reward", "validate"])
+def test_a_loop_that_scores_itself_does_not_train_meanwhile(ranks: int, scoring: str) -> None:
+    """The slower the scoring on the ranks themselves, the longer the training waits for it."""
+    stages = [("rollout", 0, 100), (scoring, 100, 800), ("update_actor", 900, 50)]
+    made = judged([use(f"actor_rank{rank}", *stages) for rank in range(ranks)])
+    assert made.trainer_idle == Idle(0.95, scoring, 0.8)
+    assert made.rollout_idle == Idle(0.9, scoring, 0.8)
+    assert next(iter(waits(made))) == f"trainer waits 95%, mostly: {scoring}"
+
+
+def test_a_training_worker_that_scores_does_not_train_meanwhile() -> None:
+    """Its own reward model is what both sides wait for, whatever the loop calls the stage."""
+    actor = use("actor_rank0", ("reward", 300, 400), ("update_actor", 700, 300))
+    loop = use("controller", ("rollout", 0, 300), ("reward", 300, 400), ("update_actor", 700, 300))
+    engine = use("rollout0_rank0", ("generate", 0, 300))
+    made = judged([loop], actor, engine)
+    assert made.trainer_idle == Idle(0.7, "reward", 0.4)
+    assert made.rollout_idle == Idle(0.7, "reward", 0.4)
+
+
 def test_the_cause_is_what_is_open_meanwhile() -> None:
     """Reward and weight sync are no training, and generation
     in the background is behind other stages.

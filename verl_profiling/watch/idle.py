@@ -19,7 +19,10 @@ _GENERATE = "generate"
 _NOT_TRAINING = (ROLLOUT_ROLE, "agent_loop", "reward", "rollouter")
 """Roles that do not train."""
 
-_APART = (WEIGHT_SYNC, "reward", "validate")
+_SCORING = ("reward", "validate")
+"""Stages that are no training in a training process either: nothing is learnt in them."""
+
+_APART = (WEIGHT_SYNC, *_SCORING)
 """Stages for which a rollout waits that are not training."""
 
 _WAITS = 0.05
@@ -48,6 +51,7 @@ def idle_in(slices: StepSlices, has_workers: bool) -> list[tuple[Idle | None, Id
     Training are the workers with a training role, or else the loop. The rollout are the replicas,
     else the training processes that generate, else the loop's stage ``rollout``. Roles without
     stages are left out. A replica that receives weights does not generate, so this time is idle.
+    Training processes that score or validate do not train, so this time is idle, too.
 
     Args:
         slices: The slices of the steps, whose summaries have their exposed times.
@@ -88,7 +92,7 @@ class _Sides:
         slices: The slices of the step.
 
     Attributes:
-        training: Stages of the training processes, without waits and generation.
+        training: Stages of the training processes, without waits, generation and scoring.
         rollout: Stages in which the processes of the rollout generate.
     """
 
@@ -105,7 +109,8 @@ class _Sides:
         if {*slices.roles}.difference(_NOT_TRAINING):
             side = work.at(~is_other)
         generates = slices.named(side, ROLLOUT, _GENERATE)
-        self.training = side.at(~(generates | slices.named(side, *slices.wait_names))).flat()
+        self._work = side.at(~(generates | slices.named(side, *slices.wait_names))).flat()
+        self.training = self._work.at(~slices.named(self._work, *_SCORING))
         self.rollout = self._rollout(side.at(generates))
 
     def _rollout(self, generating: Slices) -> Slices:
@@ -132,7 +137,7 @@ class _Sides:
 
     def causes_of_rollout(self) -> list[tuple[Ints, Slices]]:
         """Return what the rollout may wait for, in the form of ``causes`` of :meth:`idle`."""
-        slices, work = self._slices, self.training
+        slices, work = self._slices, self._work
         is_apart = slices.named(work, *_APART)
         trains = work.at(~is_apart)
         trains = trains._replace(name=slices.step(trains) * len(slices.names))
@@ -217,6 +222,9 @@ def _alone(summary: StepSummary) -> tuple[Idle | None, Idle | None]:
         if name in (ROLLOUT, _GENERATE):
             generates = True
             trainer.append((ROLLOUT, idle_ns))
+        elif name in _SCORING:
+            trainer.append((name, idle_ns))
+            rollout.append((name, idle_ns))
         elif name and not name.startswith(WAIT):
             trains = True
             rollout.append((name if name in _APART else TRAINING, idle_ns))
