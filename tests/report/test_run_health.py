@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from drawn_summaries import summary
 
 from verl_profiling.capture_request import Trigger
@@ -106,3 +107,25 @@ def test_memory_is_not_said_to_last(tmp_path: Path) -> None:
     text = health_of(tmp_path / "run", steps)
     assert "Not known whether it is as usual again since step 10: actor_rank1" in text
     assert "Whether it lasts is not known: it is not in the log." in text
+
+
+@pytest.mark.parametrize("share", [None, 0.1, 0.6])
+def test_a_lack_of_cpu_is_said_without_a_notice(
+    share: float | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the page and in ``top``, as nothing else is as usual to compare with."""
+    steps = [summary(step, leader="") for step in range(1, 31)]
+    for step in steps[::2]:  # a reading is not made in each step
+        [actor] = [row for row in step.memory if row.role == "actor"]
+        actor.no_cpu = share
+    text = health_of(tmp_path / "run", steps)
+    is_short = share == 0.6
+    assert ("Healthy" in text) is not is_short
+    assert ("Short of CPU" in text) is is_short
+    assert ("Give the processes more CPUs" in text) is is_short
+    capsys.readouterr()
+    main(["top", str(tmp_path / "run"), "--once"])
+    sentence = (
+        "short of CPU: a process of actor was ready to run and got no CPU for 60% of the time"
+    )
+    assert (sentence in " ".join(capsys.readouterr().out.split())) is is_short

@@ -93,6 +93,27 @@ def test_a_suspect_that_got_no_cpu_is_told_from_one_that_computes() -> None:
     )
 
 
+@pytest.mark.parametrize("waits", [0.02, 0.9])
+def test_without_a_suspect_the_process_that_got_least_cpu_is_said(waits: float) -> None:
+    """All were as long in the stage; one of them got no CPU."""
+    detector = Detector(Anomaly())
+    found = []
+    for number in range(1, 30):
+        times = {"rollout": 500.0, "update_actor": 300.0 if number < 20 else 900.0}
+        slow = summary(number, times)
+        for use in slow.workers:
+            share = waits if use.lane == "actor_rank2" else 0.01
+            of_process = ProcessUse(at_ns=number, no_cpu=share, why="other processes used the CPUs")
+            slow.workers[slow.workers.index(use)] = replace(
+                use, host_use=(of_process, MachineUse(host="node7"))
+            )
+        found.append(detector.observe(slow))
+    [one] = [one for one in found if one is not None]
+    assert one.suspects == []
+    sentence = "; actor_rank2 was ready to run and got no CPU for 90% of the time"
+    assert (sentence in one.reason) is (waits > 0.5)
+
+
 def hold(size: int, ready: multiprocessing.synchronize.Event) -> None:
     kept = np.ones(size, np.uint8)
     ready.set()

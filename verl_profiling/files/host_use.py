@@ -40,6 +40,9 @@ _WAITS = Path("/proc/self/schedstat")
 _STATISTICS = Path("/proc/stat")
 _MATTERS = 0.5  # share of the waits from which throttling or a hypervisor is their cause
 
+SHORT_OF_CPU = 0.2
+"""Share of the time in which a process was ready to run and got no CPU, from which it is said."""
+
 
 class ProcessUse(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """The memory of a process, in bytes, and its waits for a CPU.

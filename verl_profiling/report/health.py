@@ -10,7 +10,7 @@ from verl_profiling.capture_request import Trigger
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_signs import ran_in, sign_of
 from verl_profiling.report.run_table import trend_of
-from verl_profiling.report.sentences import counted, most_helpful
+from verl_profiling.report.sentences import counted, most_helpful, short_of_cpu
 from verl_profiling.report.watch_frame import IN_NO_STAGE, RunView, noticed_in
 from verl_profiling.units import duration, listed
 
@@ -146,11 +146,19 @@ _OF_A_HANG = (
 
 
 _UNKNOWN = "Not known whether it is as usual again"
+_MORE_CPU = (
+    "Give the processes more CPUs: the container's limit, the hypervisor or other processes of "
+    "the machine take them. A notice of the watch says which."
+)
 
 
 def _of_steps(view: RunView, found: Sequence[Event], changed: list[str], cause: str) -> Health:
     """Return the health of a run without a problem now."""
+    cpu = short_of_cpu(view.watch)
+    more_cpu = _MORE_CPU if cpu else ""
     slower = _slower(view.watch)
+    changed = [*slower, f"{cpu[:1].upper()}{cpu[1:]}." if cpu else "", *changed]
+    changed = [*filter(None, changed)]
     lasting = [*filter(_open, found)]
     if lasting:
         who = listed(list(dict.fromkeys(event.who for event in lasting)))
@@ -159,11 +167,13 @@ def _of_steps(view: RunView, found: Sequence[Event], changed: list[str], cause: 
         latest = lasting[-1]
         not_captured = f"It was not captured: {latest.why_not}." * bool(latest.why_not)
         advice = [f"Look at {latest.who}.", cause or not_captured, "" if cause else view.note]
-        return Health("warn", verdict, [*slower, *changed], advice)
+        return Health("warn", verdict, changed, [more_cpu, *advice])
     helps = view.watch[-1].helps
-    advice = [f"{most_helpful(helps, view.watch[-1])}.".capitalize() if helps else ""]
+    advice = [more_cpu, f"{most_helpful(helps, view.watch[-1])}.".capitalize() if helps else ""]
     if slower:
-        return Health("warn", "Slower than at its begin", [*slower, *changed], advice)
+        return Health("warn", "Slower than at its begin", changed, advice)
+    if cpu:
+        return Health("warn", "Short of CPU", changed, advice)
     unchanged = [f"Nothing that lasts, in {counted(len(view.watch), 'step')}."]
     verdict = "Healthy again" if found else "Healthy"
     return Health("calm", verdict, changed or unchanged, ["Nothing to mend.", *advice])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
+from statistics import median
 from typing import Any, NamedTuple
 
+from verl_profiling.files.host_use import SHORT_OF_CPU
 from verl_profiling.files.step_summary import ROLLOUT, TRAINING, Idle, Saving, StepSummary
 from verl_profiling.files.watch_signs import sign_of
 from verl_profiling.level_shifts import MATTERS
@@ -34,6 +36,7 @@ _FLOWS = {
     "generation made": {"samples_per_s": "samples", "tokens_per_s": "tokens"},
     "training took": {"samples_taken_per_s": "samples", "tokens_taken_per_s": "tokens"},
 }
+_READINGS, _READ_IN = 5, 20  # readings of the last steps, as one is of a second only
 _BARS = "▁▂▃▄▅▆▇█"
 _NAMED = 0.1  # share of a response's delay from which a reason is named
 _BEYOND = "▲"
@@ -280,6 +283,29 @@ def _largest_first(parts: Iterable[Any], column: str) -> list[tuple[str, list[An
     """Return parts by the value of a column, the largest share first."""
     by_value = grouped(parts, attrgetter(column))
     return sorted(by_value.items(), key=lambda of_value: -sum_of(of_value[1], "share"))
+
+
+def short_of_cpu(steps: Sequence[StepSummary]) -> str:
+    """Return a sentence on the role that gets no CPU most, by the median of its last readings;
+    empty if none lacks CPU.
+
+    Args:
+        steps: The steps in the log of the watch, in order.
+    """
+    shares: dict[str, list[float]] = {}
+    for step in steps[-_READ_IN:]:
+        for row in step.memory:
+            if row.no_cpu is not None:
+                shares.setdefault(row.role, []).append(row.no_cpu)
+    medians = {role: median(of_role[-_READINGS:]) for role, of_role in shares.items()}
+    role = max(medians, key=medians.__getitem__, default="")
+    if not role or medians[role] < SHORT_OF_CPU:
+        return ""
+    many = counted(len(shares[role][-_READINGS:]), "reading")
+    return (
+        f"short of CPU: a process of {role} was ready to run and got no CPU for "
+        f"{medians[role]:.0%} of the time (median of the last {many})"
+    )
 
 
 def _idle_side(

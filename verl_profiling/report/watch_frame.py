@@ -23,7 +23,7 @@ from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.level_shifts import MATTERS, Series, noticed_from
 from verl_profiling.manifest import MANIFEST_NAME, ManifestState, RunInfo
 from verl_profiling.report.model import Report
-from verl_profiling.report.sentences import axis_top, counted, sparkline, waits
+from verl_profiling.report.sentences import axis_top, counted, short_of_cpu, sparkline, waits
 from verl_profiling.report.terminal import table_of
 from verl_profiling.steps.inputs import step_folders
 from verl_profiling.steps.start_up import StartUp
@@ -302,6 +302,8 @@ def _drawn(view: RunView) -> Iterator[Text | Table]:
     yield Text()
     yield _stage_table(steps)
     yield from map(_line, waits(latest))
+    if cpu := short_of_cpu(steps):
+        yield _line((cpu, "yellow"))
     if view.varying:
         yield _line(_varying_sentence(view.varying))
     for table in (_span_table(steps), _memory_table(steps)):

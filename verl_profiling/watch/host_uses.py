@@ -1,4 +1,4 @@
-"""Memory that grows step by step, by holder, and suspects that got no CPU.
+"""Memory that grows step by step, by holder, and processes that got no CPU.
 
 A holder is a process with one kind of memory, or a machine with one. Page cache is no holder: the
 kernel drops it when memory is short.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from heapq import nlargest
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from verl_profiling.files.host_use import KINDS, MachineUse, ProcessUse
+from verl_profiling.files.host_use import KINDS, SHORT_OF_CPU, MachineUse, ProcessUse
 from verl_profiling.files.step_summary import RankUse, StepSummary
 from verl_profiling.files.watch_signs import MEMORY
 from verl_profiling.settings.groups import Anomaly
@@ -48,7 +49,6 @@ _STEADY = 0.7
 """Least growth in the second half, as a share of the first half's; less is a warm-up."""
 
 _TOGETHER = 0.5  # share of the largest growth from which a holder may be its cause
-_NO_CPU = 0.2  # share of the time in which a suspect waited for a CPU, from which it is said
 _MORE_THAN_PEERS = 2.0
 
 
@@ -226,13 +226,23 @@ class HostUses:
             self._last[use.lane] = use.host_use[0]  # type: ignore[index]
 
     def explained(self, suspicion: Suspicion) -> Suspicion:
-        """Return a suspicion whose reason says which suspect got no CPU, instead of computing."""
+        """Return a suspicion whose reason says which suspect got no CPU, instead of computing.
+
+        Without a suspect, it is the process of the stage that got the least; without a stage, of
+        all.
+        """
+        if suspicion.sign == MEMORY:
+            return suspicion
         waits = {lane: use.no_cpu or 0.0 for lane, use in self._last.items()}
+        lanes = suspicion.suspects
+        if not lanes:
+            among = [lane for lane in suspicion.everyone or waits if lane in waits]
+            lanes = nlargest(1, among, key=waits.__getitem__)
         said = []
-        for lane in suspicion.suspects:
-            others = [share for other, share in waits.items() if other not in suspicion.suspects]
+        for lane in lanes:
+            others = [share for other, share in waits.items() if other not in lanes]
             share = waits.get(lane, 0.0)
-            if share < _NO_CPU or suspicion.sign == MEMORY:
+            if share < SHORT_OF_CPU:
                 continue
             said.append(f"{lane} was ready to run and got no CPU for {share:.0%} of the time")
             if others and share >= _MORE_THAN_PEERS * max(others):
