@@ -239,3 +239,48 @@ def test_a_setting_of_another_form_has_a_remedy_that_works(
 
 def test_the_request_of_a_span_may_be_its_second_argument() -> None:
     assert span("generate", "r5") is span("generate", request="r5")
+
+
+class Forgetful(CaptureMixin):
+    def train(self) -> None:
+        with stage("update_actor"):
+            pass
+
+
+@pytest.mark.parametrize("mistake", ["", "forgotten", "switched off", "watch off"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_worker_that_the_watch_cannot_read_is_one_warning(
+    mistake: str, ranks: int, tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``init_capture`` was forgotten, or got other settings: no capture would say so."""
+    config: dict[str, Any] = {
+        "enable": True,
+        "schedule": {"steps": []},
+        "watch": {"enable": True, "trigger": {}},
+        "save_path": str(tmp_path / "run"),
+    }
+    given = {
+        "": config,
+        "switched off": {**config, "enable": False},
+        "watch off": {**config, "schedule": {"steps": [9]}, "watch": {"enable": False}},
+    }
+    workers = [Forgetful() for _ in range(ranks)]
+    for rank, worker in enumerate(workers):
+        if mistake != "forgotten":
+            worker.init_capture(given[mistake], role="actor", rank=rank, world_size=ranks)
+    with ProfilingCallback(config) as profiling:
+        profiling.add_workers("actor", workers)
+        for step in range(1, 5):
+            profiling.on_step_begin(step)
+            for worker in workers:
+                worker.train()
+            profiling.on_step_end()
+    said = warnings(caplog)
+    remedies = {
+        "forgotten": "Forgetful is not set up; call init_capture(config, role=..., rank=...) first",
+        "switched off": "pass the same settings as the callback's",
+        "watch off": "pass the same settings as the callback's",
+    }
+    assert len(said) == bool(mistake), said
+    assert remedies.get(mistake, "") in "".join(said)
+    assert not mistake or "actor" in said[0]

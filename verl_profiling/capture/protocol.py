@@ -153,15 +153,16 @@ def cannot_be_had(request: CaptureStart, problem: object) -> str:
     return f"{request.selection.in_words()} cannot be captured by this process: {problem}"
 
 
-def not_set_up(request: CaptureStart, who: object, arguments: str) -> CaptureStateError:
-    """Return the refusal of a start on a worker that was not set up.
+NOT_SET_UP = "is not set up"
+"""Part of each refusal of :func:`not_set_up`."""
+
+
+def not_set_up(call: str, who: object, arguments: str) -> CaptureStateError:
+    """Return the refusal of a call of a worker that was not set up.
 
     Args:
-        request: The request to start.
+        call: The call, e.g. ``start_capture(step=3)``.
         who: The worker, or its class.
         arguments: Arguments to suggest for ``init_capture``.
     """
-    return CaptureStateError(
-        f"start_capture(step={request.step}): {who} is not set up; call "
-        f"init_capture({arguments}) first"
-    )
+    return CaptureStateError(f"{call}: {who} {NOT_SET_UP}; call init_capture({arguments}) first")

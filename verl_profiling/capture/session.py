@@ -170,7 +170,7 @@ class Session:
         received_ns = clock.now_ns()
         with self._lock:
             if identity.name not in self._registered:
-                raise not_set_up(request, identity, "")
+                raise not_set_up(f"start_capture(step={request.step})", identity, "")
             capture = self._capture
             if capture is not None and capture.request.capture_id != request.capture_id:
                 logger.warning(

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_profiling import clock
+from verl_profiling.capture.protocol import NOT_SET_UP
 from verl_profiling.capture.session import process_session
 from verl_profiling.clock import Handshake, best_handshake
 from verl_profiling.controller.hang_watch import HangWatch, report_to_rank_0
@@ -29,7 +30,7 @@ from verl_profiling.controller.rank_summaries import RankSummaries
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.spmd import Ranks
 from verl_profiling.controller.start_up import StartUp
-from verl_profiling.controller.worker_calls import Call, Postponed, Worker
+from verl_profiling.controller.worker_calls import Call, Postponed, Target, Worker
 from verl_profiling.files.hang_stacks import HANGS
 from verl_profiling.files.step_summary import Period, RankUse, StepSummary
 from verl_profiling.identity import ProcessId, WorkerIdentity
@@ -62,6 +63,10 @@ _Uses = dict[ProcessId, tuple[WorkerIdentity, list[RankUse | None]]]
 
 _HANDSHAKES = 32  # the latest ones, as clocks drift; the shortest counts
 _LONGEST_WAIT_S = 1.0  # of one wait for replies: the end of training shortens the time that is left
+_SWITCHED_OFF = (
+    "is not read: the settings passed to its init_capture switch it or its watch off; pass the "
+    "same settings as the callback's"
+)
 _RESTART_PAUSE_S = 0.2  # Ray restarts the actor meanwhile
 
 
@@ -305,7 +310,7 @@ class WatchedWorkers:
         self.alone = True
         self._roster = roster
         self._late: list[Call] = []
-        self._said: set[Worker] = set()
+        self._said: set[Worker | str] = set()
         self._handshakes: dict[str, deque[Handshake]] = {}
 
     def read(
@@ -373,6 +378,8 @@ class WatchedWorkers:
                 return False  # Ray restarts it
             if reading is not None or call.error is not None:
                 self._say(call, f"is not read: {call.problem()}")
+            elif call.future.done() and self._has_stages(call.target):
+                self._say(call, _SWITCHED_OFF)
             return True
         try:
             self._measure(call, reading)
@@ -390,6 +397,10 @@ class WatchedWorkers:
             self._say(call, f"cannot be read: {type(error).__name__}: {error}")
         return True
 
+    def _has_stages(self, target: Target) -> bool:
+        """Return whether a worker should have stages: its role is on, and it is no engine node."""
+        return not target.is_rollout and self._roster.config.for_role(target.roles[0]).enable
+
     def _measure(self, call: Call, reading: WatchReading) -> None:
         domain = reading.identity.clock_domain
         if domain != clock.domain():
@@ -399,10 +410,17 @@ class WatchedWorkers:
             self._handshakes.setdefault(domain, deque(maxlen=_HANDSHAKES)).append(handshake)
 
     def _say(self, call: Call, what: str) -> None:
-        """Log a problem of a worker once, and again only after a good reply."""
-        if call.worker in self._said:
+        """Log a problem of a worker once, and again only after a good reply.
+
+        A mistake in the set-up is logged for the first worker of a role: their code is the same.
+        """
+        who: Worker | str = call.worker
+        if NOT_SET_UP in what or what == _SWITCHED_OFF:
+            who = call.target.roles[0]
+            what = f"{what}; until then the log has no stage of role {who}"
+        if who in self._said:
             return
-        self._said.add(call.worker)
+        self._said.add(who)
         logger.warning("watch: %s %s", call.worker.identity, what)
 
 

@@ -106,7 +106,7 @@ class CaptureMixin:
             CaptureStateError: ``init_capture`` was not called.
         """
         if not self._capture_roles:
-            raise not_set_up(request, type(self).__name__, "config, role=..., rank=...")
+            raise self._not_set_up(f"start_capture(step={request.step})")
         received_ns = clock.now_ns()
         replies: dict[str, StartReply] = {}
         added = filter(self._capture_roles.get, request.roles)
@@ -135,11 +135,19 @@ class CaptureMixin:
 
         Args:
             question: The steps, and what else the watch wants to know.
+
+        Raises:
+            CaptureStateError: ``init_capture`` was not called.
         """
+        if not self._capture_roles:
+            raise self._not_set_up("read_watch")
         identity = next(
             (identity for identity, enabled in self._capture_roles.values() if enabled), None
         )
         return None if identity is None else process_session().read_watch(identity, question)
+
+    def _not_set_up(self, call: str) -> CaptureStateError:
+        return not_set_up(call, type(self).__name__, "config, role=..., rank=...")
 
 
 class FSDPCaptureMixin(CaptureMixin):

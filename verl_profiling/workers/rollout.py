@@ -15,7 +15,7 @@ from verl_profiling.capture.protocol import (
 from verl_profiling.engines import ENGINES, adapter_named, adapter_of
 from verl_profiling.engines.replica import Replica, make_replica
 from verl_profiling.engines.request_log import RequestLog
-from verl_profiling.errors import ConfigError, choices_hint
+from verl_profiling.errors import CaptureStateError, ConfigError, choices_hint
 from verl_profiling.files.engine_marks import collect_marks
 from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
@@ -127,7 +127,7 @@ class RolloutCaptureMixin:
             Exception: The exception of the engine; nothing is recorded then.
         """
         if self._capture is None:
-            raise not_set_up(request, type(self).__name__, "config, engine=..., replica=...")
+            raise self._not_set_up(f"start_capture(step={request.step})")
         return await self._capture.start_capture(request)
 
     async def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
@@ -145,8 +145,16 @@ class RolloutCaptureMixin:
     def read_watch(self, question: WatchQuestion) -> WatchReading | None:
         """Return the stages of the server's process in some steps;
         see :meth:`CaptureMixin.read_watch`.
+
+        Raises:
+            CaptureStateError: ``init_capture`` was not called.
         """
-        return None if self._capture is None else self._capture.read_watch(question)
+        if self._capture is None:
+            raise self._not_set_up("read_watch")
+        return self._capture.read_watch(question)
+
+    def _not_set_up(self, call: str) -> CaptureStateError:
+        return not_set_up(call, type(self).__name__, "config, engine=..., replica=...")
 
     def set_policy_version(self, version: int) -> None:
         """Record the policy version of new weights, for servers that are notified of weight
