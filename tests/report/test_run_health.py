@@ -129,3 +129,21 @@ def test_a_lack_of_cpu_is_said_without_a_notice(
         "short of CPU: a process of actor was ready to run and got no CPU for 60% of the time"
     )
     assert (sentence in " ".join(capsys.readouterr().out.split())) is is_short
+
+
+def test_a_fault_is_since_its_begin_not_since_its_notice(tmp_path: Path) -> None:
+    """Some steps pass until it is noticed; a captured one before it does not count."""
+    usual, after = {"update_actor": 1_000.0}, {"update_actor": 2_000.0}
+    steps = [summary(step, usual if step < 8 else after, leader="") for step in range(1, 31)]
+    steps[5] = summary(6, after, leader="", captured="step_000006")
+    steps[16].noticed = slow(17, 2.0, 1.0)
+    assert "Not as usual since step 8: update_actor" in health_of(tmp_path / "run", steps)
+
+
+def test_a_lead_is_since_the_first_step_that_shows_it(tmp_path: Path) -> None:
+    """Steps without a known leader do not show its begin."""
+    leaders = dict.fromkeys(range(8, 31), "actor_rank1")
+    leaders |= {5: "actor_rank3", 9: "", 10: ""}
+    steps = [summary(step, leader=leaders.get(step, "")) for step in range(1, 31)]
+    steps[12].noticed = lead(13, 0.03)
+    assert "Not as usual since step 8: actor_rank1" in health_of(tmp_path / "run", steps)

@@ -32,6 +32,8 @@ class Event(NamedTuple):
         who: Names of the processes that may be the cause, else of the stage or the span.
         now: A sentence on how it is now.
         lasts: Whether it is still so; ``None`` if it is not known.
+        since: The step from which on it was so without a break, as far as the log shows it.
+        trigger: The anomaly; without a sign for a hang.
         why_not: Why it is not captured; empty if unknown, or for a hang.
     """
 
@@ -42,6 +44,8 @@ class Event(NamedTuple):
     who: str
     now: str
     lasts: bool | None
+    since: int
+    trigger: Trigger = Trigger()
     why_not: str = ""
 
 
@@ -80,18 +84,21 @@ def _hung(step: StepSummary) -> Event:
         f"{duration(hang.quiet_s)} or longer. It waited for {hang.lane}, which {hang.reason}"
     )
     now = f"It went on, and took {duration(step.seconds)}."
-    return Event(step.step, step.end_ns, "hang", what, hang.lane, now, lasts=False)
+    return Event(step.step, step.end_ns, "hang", what, hang.lane, now, False, step.step)
 
 
 def _noticed(
     trigger: Trigger, why: str, steps: Sequence[StepSummary], ends_ns: Mapping[int, int]
 ) -> Event:
     step = trigger.noticed or 0
-    later = [each for each in steps if each.step > step and not each.captured]
-    now, lasts = _how_it_is(trigger, [each for each in later if ran_in(trigger, each)])
+    shows = [each for each in steps if not each.captured and ran_in(trigger, each)]
+    now, lasts = _how_it_is(trigger, [each for each in shows if each.step > step])
+    since = _since(trigger, [each for each in shows if each.step < step])
     who = listed(trigger.suspects) or trigger.span or trigger.stage or "no process"
     what = f"{trigger.reason[:1].upper()}{trigger.reason[1:]}"
-    return Event(step, ends_ns.get(step, 0), trigger.sign, what, who, now, lasts, why)
+    return Event(
+        step, ends_ns.get(step, 0), trigger.sign, what, who, now, lasts, since, trigger, why
+    )
 
 
 def _how_it_is(trigger: Trigger, later: Sequence[StepSummary]) -> tuple[str, bool | None]:
@@ -109,12 +116,36 @@ def _how_it_is(trigger: Trigger, later: Sequence[StepSummary]) -> tuple[str, boo
     if not values:
         return f"Whether it lasts is not known: {sign.missing(trigger)}.", None
     usual, value = trigger.median * sign.has_median, median(values)
-    least = (usual + trigger.value) / 2
-    if usual:  # a single extreme step is no measure of what is as before
-        least = min(least, _STILL * usual)
-    lasts = value > least
+    lasts = value > _least(trigger)
     now = f"{'Still' if lasts else 'Now'} {sign.text_of(value)}"
     return f"{now}{f', before {sign.text_of(usual)}' * bool(usual)}.", lasts
+
+
+def _least(trigger: Trigger) -> float:
+    """Return the value above which a step is not as before an anomaly."""
+    usual = trigger.median * sign_of(trigger).has_median
+    least = (usual + trigger.value) / 2
+    # a single extreme step is no measure of what is as before
+    return min(least, _STILL * usual) if usual else least
+
+
+def _since(trigger: Trigger, earlier: Sequence[StepSummary]) -> int:
+    """Return the step from which on an anomaly was there, before it was noticed.
+
+    Args:
+        trigger: The anomaly.
+        earlier: The earlier steps that may show it. Where they do not, the begin is not known
+            earlier than in the next one that does.
+    """
+    sign, least = sign_of(trigger), _least(trigger)
+    since = trigger.noticed or 0
+    for step in reversed(earlier):
+        value = sign.value_in(trigger, step)
+        if value is not None and value <= least:
+            break
+        if value is not None:
+            since = step.step
+    return since
 
 
 def health(view: RunView, found: Sequence[Event], end: str, cause: str) -> Health:
@@ -163,7 +194,7 @@ def _of_steps(view: RunView, found: Sequence[Event], changed: list[str], cause: 
     if lasting:
         who = listed(list(dict.fromkeys(event.who for event in lasting)))
         state = "Not as usual" if any(event.lasts for event in lasting) else _UNKNOWN
-        verdict = f"{state} since step {lasting[0].step}: {who}"
+        verdict = f"{state} since step {min(event.since for event in lasting)}: {who}"
         latest = lasting[-1]
         not_captured = f"It was not captured: {latest.why_not}." * bool(latest.why_not)
         advice = [f"Look at {latest.who}.", cause or not_captured, "" if cause else view.note]
