@@ -7,8 +7,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from drawn_summaries import summary
+from step_folders import build_step, rewrite
 
 from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
@@ -147,3 +149,35 @@ def test_a_lead_is_since_the_first_step_that_shows_it(tmp_path: Path) -> None:
     steps = [summary(step, leader=leaders.get(step, "")) for step in range(1, 31)]
     steps[12].noticed = lead(13, 0.03)
     assert "Not as usual since step 8: actor_rank1" in health_of(tmp_path / "run", steps)
+
+
+@pytest.mark.parametrize(
+    ("captured", "shows"),
+    [
+        (Trigger(kind="anomaly", noticed=10, stage="update_actor", suspects=["actor_rank1"]), True),
+        (
+            Trigger(kind="anomaly", noticed=10, stage="update_actor", suspects=["actor_rank0"]),
+            False,
+        ),
+        (Trigger(kind="anomaly", noticed=10, stage="rollout", suspects=["actor_rank1"]), False),
+        (Trigger(kind="demand", stage="update_actor"), True),
+        (Trigger(kind="schedule"), True),
+    ],
+)
+@pytest.mark.parametrize("step", [3, 22])
+def test_a_capture_of_the_same_fault_is_found(
+    captured: Trigger, shows: bool, step: int, tmp_path: Path
+) -> None:
+    """Whatever requested it: since the begin of the fault, with its stage and process."""
+    run = tmp_path / "run"
+    usual, after = {"update_actor": 1_000.0}, {"update_actor": 2_000.0}
+    steps = [summary(step, usual if step < 8 else after, leader="") for step in range(1, 31)]
+    steps[16].noticed = msgspec.structs.replace(slow(17, 2.0, 1.0), suspects=["actor_rank1"])
+    steps[-1].waits = "step 22 was captured, and the watch pauses"
+    steps[step - 1].captured = f"step_{step:06d}"
+    rewrite(build_step(run, step=step), step=step, trigger=captured)
+    text = health_of(run, steps)
+    is_shown = shows and step == 22
+    assert ("It was not captured" in text) is not is_shown
+    assert ("Step 22: " in text) is is_shown
+    assert "Look at actor_rank1." in text

@@ -7,7 +7,7 @@ A saved page and one that follows a run are the same, but for a script that fetc
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
@@ -22,6 +22,7 @@ from verl_profiling.report.html import document, figures_section, section, table
 from verl_profiling.report.run_steps import (
     LATEST,
     RunCapture,
+    capture_of,
     captured_steps,
     latest_steps,
     logged_bars,
@@ -62,8 +63,7 @@ def render_run(
     """
     steps = view.watch
     found = events(steps)
-    causes = {one.head.trigger.noticed: one for one in captures}
-    content = _health(health(view, found, end, _cause_of(found, causes)), view)
+    content = _health(health(view, found, end, _cause_of(found, captures)), view)
     bars = logged_bars(steps, captures, found)
     shown = bars or [capture.bar for capture in captures if capture.report]
     if shown:
@@ -73,7 +73,7 @@ def render_run(
         )
     if len(bars) > _MOST_BARS:
         content += bars_section(f"The last {LATEST} steps", bars[-LATEST:])
-    content += _events(found, causes)
+    content += _events(found, captures)
     content += _hangs(view, [event.step for event in found if event.kind == "hang"])
     content += captured_steps(captures)
     if view.note:
@@ -92,13 +92,15 @@ def render_run(
     return document(name, count, content, follows=follows)
 
 
-def _cause_of(found: Sequence[Event], causes: Mapping[int | None, RunCapture]) -> str:
-    """Return the first finding of the capture of the last anomaly that may last; empty without
-    one.
+def _cause_of(found: Sequence[Event], captures: Sequence[RunCapture]) -> str:
+    """Return the first finding of the capture of the last anomaly that may last and has one; empty
+    without any.
     """
-    may_last = [event.step for event in found if event.lasts is not False]
-    capture = causes.get(max(may_last, default=None))
-    return f"{capture.title}: {capture.first_finding}" if capture else ""
+    for event in reversed(found):
+        capture = capture_of(event, captures) if event.lasts is not False else None
+        if capture is not None:
+            return f"{capture.title}: {capture.first_finding}"
+    return ""
 
 
 def _html(title: str, rows: Table) -> str:
@@ -164,15 +166,15 @@ def _of_last(last: StepSummary) -> Iterator[Figure]:
         yield Figure("Memory, highest peak", byte_size(peaks[lane]), lane)
 
 
-def _events(found: Sequence[Event], causes: Mapping[int | None, RunCapture]) -> str:
+def _events(found: Sequence[Event], captures: Sequence[RunCapture]) -> str:
     """Return a table of the notices and hangs, each with the capture or the reason for none."""
     rows = []
     for event in found[: -_MOST_EVENTS - 1 : -1]:
         is_hang = event.kind == "hang"
         why = f": {event.why_not}" if event.why_not else ""
         outcome = said("" if is_hang else f"not captured{why}")
-        capture = causes.get(event.step)
-        if capture is not None and not is_hang:
+        capture = capture_of(event, captures)
+        if capture is not None:
             outcome = said(f"{capture.title}: {capture.first_finding}", capture.link)
         at = local_time(event.at_ns) if event.at_ns else ""
         cells = [named(f"Step {event.step}"), named(at), said(event.what), named(event.who)]

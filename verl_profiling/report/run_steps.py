@@ -65,6 +65,32 @@ class RunCapture(msgspec.Struct, frozen=True):
         return Bar(self.title, self.report.span_us / 1e6, stage_seconds(self.report), self.link)
 
 
+def capture_of(event: Event, captures: Sequence[RunCapture]) -> RunCapture | None:
+    """Return the capture that shows an event: that of its notice, else the last one that was made
+    since its begin, of the same stage and process; ``None`` without one.
+    """
+    if event.kind == "hang":
+        return None
+    shows = None
+    for capture in captures:
+        if capture.head.trigger.noticed == event.step:
+            return capture
+        if event.lasts is not False and _is_of(event, capture.head):
+            shows = capture
+    return shows
+
+
+def _is_of(event: Event, head: CaptureHead) -> bool:
+    """Return whether a capture since the begin of an event is of its stage and processes."""
+    captured, noticed = head.trigger, event.trigger
+    if head.step is None or head.step < event.since:
+        return False
+    if captured.stage not in ("", noticed.stage):
+        return False
+    is_of_all = not captured.suspects or not noticed.suspects
+    return is_of_all or not {*captured.suspects}.isdisjoint(noticed.suspects)
+
+
 def logged_bars(
     steps: Sequence[StepSummary], captures: Sequence[RunCapture], found: Sequence[Event]
 ) -> list[Bar]:
