@@ -23,7 +23,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from verl_profiling.analysis import open_step
-from verl_profiling.commands.common import load_of_step
+from verl_profiling.commands.replay import load_of_step
 from verl_profiling.integrations.replay import VLLMServer, replay
 from verl_profiling.manifest import Request
 from verl_profiling.steps.load import Load, LoadRequest

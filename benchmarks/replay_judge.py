@@ -25,8 +25,7 @@ import torch
 
 from verl_profiling import AsyncProfilingCallback
 from verl_profiling.analysis import CapturedStep, open_step
-from verl_profiling.commands.common import load_of_step
-from verl_profiling.commands.replay import seconds_of, with_rollout
+from verl_profiling.commands.replay import load_of_step, seconds_of, with_rollout
 from verl_profiling.integrations.replay import Server, SGLangServer, VLLMServer, replay
 
 VOCABULARY, LONGEST = 512, 512

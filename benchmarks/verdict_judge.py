@@ -24,7 +24,7 @@ from typing import Any
 
 import results
 
-from verl_profiling.commands.common import watched
+from verl_profiling.commands.live_run import watched
 from verl_profiling.numbers.noise import interval
 from verl_profiling.report.verdict import verdict_of
 

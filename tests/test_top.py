@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from conftest import RunPython
 from drawn_summaries import MS, summary
 from rich.console import Console, RenderableType
 from step_folders import build_step, rewrite
@@ -439,3 +440,22 @@ class TestHistory:
         assert count == 4
         assert found == {f"step_{number:06d}": "no manifest yet" for number in (1, 2, 3)}
         assert captures_so_far(tmp_path / "gone", 3) == (0, {})
+
+
+@pytest.mark.parametrize(("command", "left_out"), [("top --once", ""), ("check", "rich")])
+def test_no_numerical_library_is_imported(
+    run: Path, run_python: RunPython, command: str, left_out: str
+) -> None:
+    """It takes longer than all else that these commands do."""
+    run_python(
+        """
+        import sys
+        from verl_profiling.cli import main
+        assert main(sys.argv[2:]) < 2
+        heavy = {"numpy", "multiprocessing", *sys.argv[1].split()}
+        assert not heavy & set(sys.modules), heavy & set(sys.modules)
+        """,
+        left_out,
+        *command.split(),
+        run,
+    )

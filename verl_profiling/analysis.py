@@ -29,8 +29,6 @@ from verl_profiling.steps.inputs import steps_of, the_run
 from verl_profiling.steps.kinds import communicates
 from verl_profiling.steps.step import TIMELINE_NAME, Keep, StepInputs, one_by_one
 from verl_profiling.steps.trace_content import Limits
-from verl_profiling.timeline.manifest_events import Slice
-from verl_profiling.timeline.merge import MergeResult, merge, select_ranks, stage_windows
 from verl_profiling.units import visible
 
 if TYPE_CHECKING:
@@ -40,6 +38,8 @@ if TYPE_CHECKING:
     from verl_profiling.predict.step_graph import Graph
     from verl_profiling.report.model import Report
     from verl_profiling.steps.lanes import Lane
+    from verl_profiling.timeline.manifest_events import Slice
+    from verl_profiling.timeline.merge import MergeResult
 
 __all__ = [
     "CapturedRun",
@@ -471,6 +471,8 @@ class CapturedStep:
             TraceFormatError: The step has no readable trace.
             OSError: The timeline cannot be written.
         """
+        from verl_profiling.timeline.merge import merge, select_ranks, stage_windows
+
         inputs = self.inputs if ranks is None else select_ranks(self.inputs, ranks)
         windows = stage_windows(inputs, stages) if stages else self._window()
         selection = {

@@ -27,7 +27,8 @@ from verl_profiling.commands import (
     percentage,
     print_json,
 )
-from verl_profiling.commands.common import StepByStep, add_communication, warn, watched
+from verl_profiling.commands.common import StepByStep, add_communication, warn
+from verl_profiling.commands.live_run import watched
 from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.files.run_files import known_run
 from verl_profiling.files.step_summary import StepSummary

@@ -30,7 +30,8 @@ import msgspec
 
 from verl_profiling.analysis import CapturedStep, Progress
 from verl_profiling.commands import add_json, option, show
-from verl_profiling.commands.common import StepByStep, add_paths, load_of_step, progress
+from verl_profiling.commands.common import StepByStep, add_paths, progress
+from verl_profiling.commands.replay import load_of_step
 from verl_profiling.errors import ToolUnavailableError, TraceFormatError
 from verl_profiling.files.opener import whole_file
 from verl_profiling.files.trajectory_log import Fact, SpanRecord, TrajectoryLog

@@ -20,11 +20,10 @@ from typing import Any
 
 from verl_profiling.analysis import CapturedStep, open_step
 from verl_profiling.commands import add_json, count, local_path, option, show
-from verl_profiling.commands.common import load_of_step
-from verl_profiling.errors import ConfigError
+from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.predict.prediction import Prediction
-from verl_profiling.steps.load import Load
+from verl_profiling.steps.load import Load, load_of
 from verl_profiling.units import duration, visible
 
 
@@ -149,3 +148,18 @@ def with_rollout(step: CapturedStep, more_s: float) -> Prediction:
     if not rollout_s or rollout_s + more_s <= 0:
         raise ConfigError(ROLLOUT, "its requests did not run in a stage of this name")
     return step.what_if(scale={ROLLOUT: (rollout_s + more_s) / rollout_s})
+
+
+def load_of_step(step: CapturedStep) -> Load:
+    """Return the load of a captured step.
+
+    Raises:
+        TraceFormatError: The step has no manifest, or no request that can be replayed.
+    """
+    if step.manifest is None:
+        raise TraceFormatError(step.directory, "has no manifest, so its requests are unknown")
+    load = load_of(step.manifest, step.inputs)
+    if not load.requests:
+        reason = load.said_left_out or "set rollout.requests, and give the engine to its mixin"
+        raise TraceFormatError(step.directory, f"has no request that can be replayed: {reason}")
+    return load

@@ -24,23 +24,18 @@ from verl_profiling.commands.common import (
     add_communication,
     add_paths,
     add_ray,
-    run_view,
     warn,
-    watched,
 )
+from verl_profiling.commands.live_run import run_view, watched
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.opener import naming, whole_file
 from verl_profiling.files.run_files import known_run
-from verl_profiling.report.exports import write_csv, write_tensorboard
+from verl_profiling.report.console import fitting_console
 from verl_profiling.report.findings import OWN_COST, USUAL
-from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
-from verl_profiling.report.run_page import RUN_PAGE, render_run
-from verl_profiling.report.run_steps import RunCapture
 from verl_profiling.report.run_table import print_run
-from verl_profiling.report.sentences import counted
 from verl_profiling.report.tables import TABLES
-from verl_profiling.report.terminal import fitting_console, print_report
+from verl_profiling.report.terminal import print_report
 from verl_profiling.report.watch_frame import (
     STEP,
     CaptureHead,
@@ -51,6 +46,7 @@ from verl_profiling.report.watch_frame import (
     watch_frame,
     watch_sentence,
 )
+from verl_profiling.report.watch_sentences import counted
 from verl_profiling.steps.deaths import attempts_of, death_in
 from verl_profiling.steps.inputs import how_to_capture, is_uncaptured, the_run
 from verl_profiling.units import visible, visible_text_of
@@ -141,6 +137,8 @@ def _show_steps(steps: _Steps, arguments: argparse.Namespace) -> list[Path]:
         elif not arguments.verdict:
             print_report(report, Console(), everything=arguments.all)
         if arguments.save:
+            from verl_profiling.report.html import render_html
+
             data = msgspec.json.format(msgspec.json.encode(report))
             _write(step.output("report.json"), data)
             _write(step.output("report.html"), render_html(report).encode())
@@ -161,6 +159,9 @@ def _show_run(run: Path, steps: _Steps, arguments: argparse.Namespace) -> list[P
         _print_run(view, reports)
     if not arguments.save:
         return []
+    from verl_profiling.report.run_page import RUN_PAGE, render_run
+    from verl_profiling.report.run_steps import RunCapture
+
     heads = capture_heads(run)
     captures = []
     for step, report in steps:
@@ -194,7 +195,11 @@ def _print_run(view: RunView, reports: Sequence[Report]) -> None:
 
 def _write_tables(reports: Sequence[Report], arguments: argparse.Namespace) -> list[Path]:
     """Write the tables and scalars that were asked for; return the written paths."""
-    written = []
+    written: list[Path] = []
+    if not (arguments.csv or arguments.tensorboard):
+        return written
+    from verl_profiling.report.exports import write_csv, write_tensorboard
+
     if arguments.csv:
         written += write_csv(reports, arguments.csv)
     if arguments.tensorboard:

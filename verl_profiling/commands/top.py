@@ -16,14 +16,13 @@ import time
 from contextlib import suppress
 
 from rich.console import Console
-from rich.live import Live
 
 from verl_profiling.commands import add_json, at_least_0, local_path, option, print_json
 from verl_profiling.commands.live_run import LiveRun
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.run_files import read_run
 from verl_profiling.files.watch_log import WATCH_LOG, has_watch_log
-from verl_profiling.report.terminal import fitting_console
+from verl_profiling.report.console import fitting_console
 from verl_profiling.report.watch_frame import RunView, watch_frame
 from verl_profiling.steps.inputs import the_run
 
@@ -70,6 +69,8 @@ def run(arguments: argparse.Namespace) -> bool:
 
 def _follow(live_run: LiveRun, console: Console, interval_s: float) -> RunView:
     """Show the run until the user quits or the run ends; return the last view."""
+    from rich.live import Live  # a fifth of the import of rich, which one frame does not need
+
     view = RunView(run=live_run.run)
     with (
         suppress(KeyboardInterrupt),

@@ -31,8 +31,9 @@ from verl_profiling.errors import ConfigError
 from verl_profiling.numbers.columns import PathRow
 from verl_profiling.predict.changes import Changes, factor_of
 from verl_profiling.predict.prediction import Prediction
+from verl_profiling.report.console import fitting_console
 from verl_profiling.report.tables import cells, summed
-from verl_profiling.report.terminal import fitting_console, print_table
+from verl_profiling.report.terminal import print_table
 from verl_profiling.units import duration, visible, visible_text_of
 
 _ROWS = 8  # of a table that are printed

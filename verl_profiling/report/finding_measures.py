@@ -23,7 +23,8 @@ from verl_profiling.numbers.columns import (
 )
 from verl_profiling.numbers.given_work import NO_WORK
 from verl_profiling.report.model import Report
-from verl_profiling.report.sentences import by_reason, counted, late_response
+from verl_profiling.report.sentences import late_response
+from verl_profiling.report.watch_sentences import by_reason, counted
 from verl_profiling.slices.intervals import grouped
 from verl_profiling.steps.trajectory_columns import (
     BEFORE,

@@ -27,10 +27,11 @@ from verl_profiling.report.run_steps import (
     latest_steps,
     logged_bars,
 )
-from verl_profiling.report.sentences import Figure, number, waits
+from verl_profiling.report.sentences import Figure
 from verl_profiling.report.step_bars import Bar, bars_section, merged
 from verl_profiling.report.tables import named, said, timed
 from verl_profiling.report.watch_frame import RunView, excess, slowest, tables_of
+from verl_profiling.report.watch_sentences import number, waits
 from verl_profiling.steps.deaths import Attempt
 from verl_profiling.steps.start_up import StartUp
 from verl_profiling.units import byte_size, duration, local_time, visible

@@ -7,29 +7,27 @@ most 45 lines, unless everything is requested.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from verl_profiling.report.console import WIDTH, fitting_console, table_of
 from verl_profiling.report.findings import calm
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.sentences import (
-    counted,
     figures,
     request_sentences,
     rollout_sentences,
     sentences,
-    waits,
 )
 from verl_profiling.report.tables import TABLES, Cell, cells, without_middle
+from verl_profiling.report.watch_sentences import counted, waits
 from verl_profiling.units import visible
 
-_WIDTH = 100
 _FINDINGS = 2
 _MOST_ROWS = 64  # of each table with ``--all``
 _FIRST = {"what_would_help": 3, "suspects": 6, "stages": 6, "trajectory_causes": 4, "lost": 3}
@@ -38,40 +36,6 @@ _LEAST = 16
 """Least length that a cell is shortened to on the first screen."""
 _PROBLEMS = 2
 _BEFORE_UNIT, _JOIN = re.compile(r"(?<=\d) (?=(?:s|ms|us|ns)\b)"), "\ue000"
-
-
-def fitting_console(console: Console) -> Console:
-    """Return a console for the same file with the width of the terminal, at most 100 columns."""
-    width = _WIDTH
-    if console.is_terminal:
-        width = min(console.width, _WIDTH)
-    return Console(file=console.file, width=width, highlight=False)
-
-
-def table_of(title: str, headings: Sequence[str], texts: Collection[int] = ()) -> Table:
-    """Return a table; the first column and those in ``texts`` are wrapped text,
-    all others numbers.
-    """
-    table = Table(
-        title=title or None,
-        title_justify="left",
-        title_style="bold",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        min_width=len(title),
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for at, heading in enumerate(headings):
-        is_number = bool(at) and at not in texts
-        table.add_column(
-            heading,
-            overflow="ellipsis" if is_number else "fold",
-            justify="right" if is_number else "left",
-            no_wrap=is_number,
-        )
-    return table
 
 
 def print_report(report: Report, console: Console, *, everything: bool = False) -> None:
@@ -169,7 +133,7 @@ def _shorten(heads: Sequence[str], lines: Sequence[list[str]], texts: Sequence[i
     """Shorten texts in the middle until each line fits 100 columns, one column after another."""
     columns = ([*head.split("\n"), *column] for head, *column in zip(heads, *lines, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    over = sum(widths) + 2 * (len(widths) - 1) - _WIDTH
+    over = sum(widths) + 2 * (len(widths) - 1) - WIDTH
     for at in texts:
         most = max(min(widths[at], _LEAST), widths[at] - max(over, 0))
         over -= widths[at] - most

@@ -10,6 +10,7 @@ from heapq import nlargest
 from itertools import islice
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Group
@@ -22,14 +23,15 @@ from verl_profiling.files.opener import read_small
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.level_shifts import MATTERS, Series, noticed_from
 from verl_profiling.manifest import MANIFEST_NAME, ManifestState, RunInfo
-from verl_profiling.report.model import Report
-from verl_profiling.report.sentences import axis_top, counted, short_of_cpu, sparkline, waits
-from verl_profiling.report.terminal import table_of
+from verl_profiling.report.console import WIDTH, table_of
+from verl_profiling.report.watch_sentences import axis_top, counted, short_of_cpu, sparkline, waits
 from verl_profiling.steps.inputs import step_folders
 from verl_profiling.steps.start_up import StartUp
 from verl_profiling.units import byte_size, duration, visible
 
-_WIDTH = 100
+if TYPE_CHECKING:  # it takes a numerical library, and ``top`` is quick
+    from verl_profiling.report.model import Report
+
 _TREND = 20
 _MANY_STAGES = 16
 _MANY_SPANS = 8
@@ -247,7 +249,7 @@ def watch_frame(view: RunView, footer: str = "") -> Constrain:
     lines.extend(_noticed(view.watch, view.latest.values()))
     if footer:
         lines.append(_line((footer, "dim")))
-    return Constrain(Group(*lines), _WIDTH)
+    return Constrain(Group(*lines), WIDTH)
 
 
 def _captures_line(view: RunView) -> str:

@@ -29,7 +29,6 @@ from verl_profiling.manifest import (
     CaptureResult,
     Manifest,
 )
-from verl_profiling.steps.plain_traces import plain_steps
 from verl_profiling.steps.recordings import not_analysed, npu_files
 from verl_profiling.steps.step import Source, StepInputs, sorted_sources
 from verl_profiling.units import local_time
@@ -90,9 +89,13 @@ def steps_of(
                 steps[folder.resolve()] = _from_manifest(folder, ray)
             except TraceFormatError as error:
                 damaged.append(error)
-    traces, unreadable = plain_steps(plain)
-    readable = [*steps.values(), *traces]
-    damaged += unreadable
+    readable = [*steps.values()]
+    if plain:
+        from verl_profiling.steps.plain_traces import plain_steps  # it knows all formats of traces
+
+        traces, unreadable = plain_steps(plain)
+        readable += traces
+        damaged += unreadable
     if not readable:
         raise damaged[0]
     if ray is not None:  # tasks have another working directory

@@ -9,10 +9,8 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from itertools import islice
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -52,7 +50,10 @@ def results(
     jobs = min(jobs, len(calls))
     if jobs < 2 or size < _SPAWN_BYTES:
         yield from map(_result, functions)
-    else:
+    else:  # most steps are small, and need none of it
+        from concurrent.futures import ProcessPoolExecutor
+        from multiprocessing import get_context
+
         with ProcessPoolExecutor(jobs, mp_context=get_context(_start_method())) as pool:
             yield from pool.map(_result, functions)
 

@@ -19,20 +19,13 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.opener import UNDECODABLE, read_small
 from verl_profiling.files.process_marks import IMPORT, PROCESS, START_UP, SUBMIT
 from verl_profiling.files.step_summary import RankUse, StepSummary
-from verl_profiling.slices.intervals import (
-    Spans,
-    intersection,
-    length,
-    spans_of,
-    subtract,
-    union,
-)
 from verl_profiling.units import duration
 
 _OWN = (PROCESS, IMPORT, SUBMIT)
 _READY = 0.05  # of a part of the loop: a process that got ready this late ended it
 _READY_NS = 200_000_000  # or this late: Ray returns a result, and the loop goes on
-_Part = tuple[str, Spans]
+_Spans = list[tuple[int, int]]  # a few, for which `top` imports no numerical library
+_Part = tuple[str, _Spans]
 _MARK = 'mark it: with stage("...") around it'
 
 
@@ -94,15 +87,17 @@ def start_up_of(run: Path) -> StartUp | None:
     if not summary.loop:
         return None
     loop, *others = summary.processes
-    whole = spans_of([(summary.begin_ns, summary.end_ns)])
+    whole = [(summary.begin_ns, summary.end_ns)]
     processes = [(use.lane, _parts_of(use, whole)) for use in others]
     own = _parts_of(loop, whole)
-    unmarked = subtract(whole, union(*[spans for _, spans in own]))
-    own += [("", spans_of([period])) for period in unmarked.tolist()]
+    unmarked = whole
+    for _, spans in own:
+        unmarked = _without(unmarked, spans)
+    own += [("", [period]) for period in unmarked]
     shares = Counter[tuple[str, str, str]]()
     for name, spans in own:
         for lane, part, share in _explained(name, spans, processes):
-            shares[part, lane or loop.lane, name if lane else ""] += length(share)
+            shares[part, lane or loop.lane, name if lane else ""] += _length(share)
     path = [StartPart(*key, ns / 1e9) for key, ns in shares.most_common() if ns]
     parts = []
     for use in summary.processes:
@@ -113,35 +108,59 @@ def start_up_of(run: Path) -> StartUp | None:
     return StartUp(summary.step + 1, summary.duration_ns / 1e9, path, parts)
 
 
-def _parts_of(use: RankUse, whole: Spans) -> list[_Part]:
+def _parts_of(use: RankUse, whole: _Spans) -> list[_Part]:
     """Return the parts of a process, of which one inside another one goes before it."""
     parts = []
     left = whole
     for name, begin_ns, end_ns, _ in sorted(use.each_run(), key=lambda run: -run[1]):
-        spans = intersection(left, spans_of([(begin_ns, end_ns)]))
-        if spans.size and end_ns < whole[-1, 1]:  # else it goes on, and nobody waits for it
+        spans = _inside(left, [(begin_ns, end_ns)])
+        if spans and end_ns < whole[-1][1]:  # else it goes on, and nobody waits for it
             parts.append((name, spans))
-            left = subtract(left, spans)
+            left = _without(left, spans)
     return parts
 
 
 def _explained(
-    name: str, left: Spans, processes: Sequence[tuple[str, Sequence[_Part]]]
-) -> Iterator[tuple[str, str, Spans]]:
+    name: str, left: _Spans, processes: Sequence[tuple[str, Sequence[_Part]]]
+) -> Iterator[tuple[str, str, _Spans]]:
     """Yield what a part of the loop was: lane, name and time; no lane for the loop itself."""
-    begin_ns, end_ns = left[0, 0], left[-1, 1]
+    begin_ns, end_ns = left[0][0], left[-1][1]
     ready = []
     for lane, parts in processes:
-        ended = [part for part in parts if begin_ns < part[1][-1, 1] <= end_ns]
+        ended = [part for part in parts if begin_ns < part[1][-1][1] <= end_ns]
         if ended:
-            ready.append((max(spans[-1, 1] for _, spans in ended), lane, ended))
+            ready.append((max(spans[-1][1] for _, spans in ended), lane, ended))
     ready.sort(key=itemgetter(0), reverse=True)
-    latest_ns = max(_READY_NS, _READY * length(left))
+    latest_ns = max(_READY_NS, _READY * _length(left))
     if name in _OWN or (name and ready and end_ns - ready[0][0] > latest_ns):
         ready = []
     for _, lane, ended in ready:
         for part, spans in ended:
-            share = intersection(left, spans)
-            left = subtract(left, share)
+            share = _inside(left, spans)
+            left = _without(left, share)
             yield lane, part, share
     yield "", name, left
+
+
+def _length(spans: _Spans) -> int:
+    return sum(end_ns - begin_ns for begin_ns, end_ns in spans)
+
+
+def _inside(spans: _Spans, others: _Spans) -> _Spans:
+    """Return the time that is in both."""
+    shared = []
+    for begin_ns, end_ns in spans:
+        for first_ns, last_ns in others:
+            if max(begin_ns, first_ns) < min(end_ns, last_ns):
+                shared.append((max(begin_ns, first_ns), min(end_ns, last_ns)))
+    return shared
+
+
+def _without(spans: _Spans, others: _Spans) -> _Spans:
+    """Return the time that is not in the others."""
+    for first_ns, last_ns in others:
+        parts = []
+        for begin_ns, end_ns in spans:
+            parts += [(begin_ns, min(end_ns, first_ns)), (max(begin_ns, last_ns), end_ns)]
+        spans = [part for part in parts if part[0] < part[1]]
+    return spans
