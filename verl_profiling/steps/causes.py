@@ -182,16 +182,21 @@ def _by_request(pieces: Pieces, spans: SpanTable, served: Mapping[int, Request])
 
     Parts inside the engine get the loop -1, because no event loop delays them.
     """
-    columns = (column.tolist() for column in (pieces.span, pieces.cause, pieces.begin, pieces.end))
+    is_served = np.zeros(len(spans.begin), bool)
+    is_served[[*served]] = True
+    rows = np.flatnonzero(is_served[pieces.span])
+    columns = (column[rows].tolist() for column in (pieces.span, pieces.begin, pieces.end))
     parts = [
         (row, *part)
-        for row, (number, *whole) in enumerate(zip(*columns, strict=True))
-        for part in (_divided(served[number], *whole[1:]) if number in served else [whole])
+        for row, span, begin_ns, end_ns in zip(rows.tolist(), *columns, strict=True)
+        for part in _divided(served[span], begin_ns, end_ns)
     ]
     row, cause, begin, end = np.array(parts, dtype=np.int64).reshape(-1, 4).T
-    divided = pieces.of(row, cause=cause, begin=begin, end=end)
-    goes_on = (spans.open[divided.span] > 0) & (spans.end[divided.span] == end)
-    is_late_by_loop = ~np.isin(cause, _IN_ENGINE) & ~goes_on
+    others = np.flatnonzero(~is_served[pieces.span])
+    divided = pieces.of(others).joined(pieces.of(row, cause=cause, begin=begin, end=end))
+    divided = divided.of(np.argsort(np.concatenate((others, row)), kind="stable"))
+    goes_on = (spans.open[divided.span] > 0) & (spans.end[divided.span] == divided.end)
+    is_late_by_loop = ~np.isin(divided.cause, _IN_ENGINE) & ~goes_on
     return divided._replace(loop=np.where(is_late_by_loop, divided.loop, -1))
 
 
