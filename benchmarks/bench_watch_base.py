@@ -45,18 +45,19 @@ class Answering:
             host=role, clock_domain=self._identity.clock_domain, pid=10**6 + rank
         )
         self.sums = StageSums(320)
-        self._answer: WatchReading | None = None
+        self._answers: dict[int, WatchReading] = {}
 
     def start_capture(self, request: Any) -> None:
         """Do nothing."""
 
     def read_watch(self, question: WatchQuestion) -> WatchReading | None:
-        """Answer; only the first answer is made."""
-        if question.steps and self._answer is None:
+        """Answer; an answer is made once for a number of steps: the first read has the start-up."""
+        many = len(question.steps)
+        if many and many not in self._answers:
             made = self.sums.read(self._identity, question)
             fields = {name: getattr(made, name) for name in made.__struct_fields__}
-            self._answer = WatchReading(**{**fields, "process": self._process})
-        return self._answer
+            self._answers[many] = WatchReading(**{**fields, "process": self._process})
+        return self._answers.get(many)
 
 
 def run_loop(name: str, folder: str) -> tuple[float, float]:
@@ -75,7 +76,7 @@ def run_loop(name: str, folder: str) -> tuple[float, float]:
     hooks, reads = [], []
     for number in range(READS):
         watch._most_ended = watch._next_s = float("inf")  # it is read here, on this thread
-        watch.sums._ended.clear()
+        (watch.sums.ended if hasattr(watch.sums, "ended") else watch.sums._ended).clear()
         now[0] = BEGIN_NS + 10**9
         begin = time.thread_time_ns()
         for step in range(1, steps + 1):
@@ -127,7 +128,7 @@ def main() -> None:
     parser.add_argument("--loop", choices=LOOPS, help="run this loop here, and print its times")
     given = parser.parse_args()
     if given.loop:
-        logging.disable(logging.CRITICAL)
+        logging.basicConfig(level=logging.WARNING)  # an answer that is refused costs nothing
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps(run_loop(given.loop, folder)))
         return
