@@ -21,10 +21,12 @@ from verl_profiling.analysis import open_run
 from verl_profiling.cli import main
 from verl_profiling.files.process_record import End, Gone, ProcessRecord, read_records
 from verl_profiling.files.run_files import read_manifest
+from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
 from verl_profiling.watch import process_recorder
 from verl_profiling.watch.hangs import HangReporter
+from verl_profiling.watch.log_writer import WatchLog
 from verl_profiling.watch.process_recorder import end_recorder
 
 LOOP = Path(__file__).with_name("dying_loop.py")
@@ -232,3 +234,32 @@ def test_a_process_without_free_descriptors_is_read_without_failure(tmp_path: Pa
     recorder.read([(1, "rollout")])
     recorder.end()
     assert [one.stage for one in read_records(tmp_path)] == ["rollout"]
+
+
+def test_top_says_who_went_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that an exception ended is not well, and its last step is no whole one."""
+    lost = record("controller", 1, step=4, end=LOST, gone=[Gone(200 * S, "actor_rank1", 3)])
+    said_of(tmp_path, lost, record("actor_rank1", 3, stage="update_actor"))
+    info = msgspec.json.decode((tmp_path / "run.json").read_bytes(), type=RunInfo)
+    log = WatchLog(tmp_path)
+    for step in range(1, 5):
+        log(StepSummary(step=step, begin_ns=(105 + step) * S, end_ns=(106 + step) * S))
+    for end_ns, code, state in (
+        (None, 1, "which ran the job, is gone"),
+        (202 * S, 1, "an exception ended training in step 4"),
+    ):
+        broken = replace(info, end_ns=end_ns, last_step=4)
+        (tmp_path / "run.json").write_bytes(msgspec.json.encode(broken))
+        capsys.readouterr()
+        assert main(["top", str(tmp_path), "--once"]) == code
+        shown = " ".join(capsys.readouterr().out.split())
+        assert state in shown
+        assert "actor_rank1 went first in step 4, update_actor" in shown
+        assert "step 4: 1.00 s, median 1.00 s of 4 steps, cut short" in shown
+    whole = record("controller", 1, step=4, end=End(at_ns=202 * S, has_left=True))
+    (tmp_path / "processes" / lost.file).write_bytes(msgspec.json.encode(whole))
+    assert main(["top", str(tmp_path), "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "training ended after step 4" in shown
+    assert "went first" not in shown
+    assert "cut short" not in shown

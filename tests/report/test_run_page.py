@@ -25,6 +25,7 @@ from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import render_run
 from verl_profiling.report.run_steps import RunCapture
 from verl_profiling.report.watch_frame import CaptureHead, RunView
+from verl_profiling.steps.deaths import Death
 from verl_profiling.units import visible_text_of
 from verl_profiling.watch.log_writer import WatchLog
 
@@ -90,7 +91,7 @@ def test_hostile_names_stay_text(steps: list[Report], tmp_path: Path) -> None:
     ]
     view = RunView(run=tmp_path, watch=watch, hangs=nasty, state=nasty)
     for page in (
-        render_run(view, captures, nasty),
+        render_run(msgspec.structs.replace(view, death=Death(lane=nasty)), captures),
         render_run(msgspec.structs.replace(view, hangs=""), captures),
     ):
         assert "\\x1b[31m\\u202e" in page

@@ -20,8 +20,9 @@ from verl_profiling.report.watch_frame import (
     thresholds_of,
     varying_stages,
 )
+from verl_profiling.steps.deaths import death_in
 from verl_profiling.steps.start_up import start_up_of
-from verl_profiling.units import duration
+from verl_profiling.units import duration, local_time
 
 _STEPS = 200  # the latest steps that `top` shows
 _CAPTURES = 5  # the most captures that a view of a run names
@@ -90,13 +91,15 @@ def run_view(
     """
     over = "" if info is None else info.over
     is_gone = info is not None and bool(over) and info.end_ns is None
+    death = death_in(run, info) if over else None
     captures, latest = captures_so_far(run, _CAPTURES)
     return RunView(
         run=run,
-        state=_state(run, info, over, hangs),
+        state=_state(run, info, over if death is None else _broken_off(info, over), hangs),
         hangs=hangs,
         is_over=bool(over),
-        is_well=not hangs and not is_gone,
+        is_well=not hangs and not is_gone and death is None,
+        death=death,
         watch=steps,
         varying=varying_stages(steps[-_RECENT:], thresholds_of(info)),
         captures=captures,
@@ -104,6 +107,13 @@ def run_view(
         note=note,
         start_up=start_up_of(run),
     )
+
+
+def _broken_off(info: RunInfo | None, over: str) -> str:
+    """Return why a run with a death is over: an exception ended it, or its process is gone."""
+    if info is None or info.end_ns is None:
+        return over
+    return f"an exception ended training in step {info.last_step}, at {local_time(info.end_ns)}"
 
 
 def _state(run: Path, info: RunInfo | None, over: str, hangs: str) -> str:

@@ -47,7 +47,7 @@ from verl_profiling.report.watch_frame import (
     watch_sentence,
 )
 from verl_profiling.report.watch_sentences import counted
-from verl_profiling.steps.deaths import attempts_of, death_in
+from verl_profiling.steps.deaths import attempts_of
 from verl_profiling.steps.inputs import how_to_capture, is_uncaptured, the_run
 from verl_profiling.units import visible, visible_text_of
 
@@ -169,9 +169,7 @@ def _show_run(run: Path, steps: _Steps, arguments: argparse.Namespace) -> list[P
         page = step.output("report.html").relative_to(run)
         link, report = quote(page.as_posix()), visible_text_of(report)
         captures.append(RunCapture(name, heads.get(name) or CaptureHead(), link, report=report))
-    death = death_in(run)
-    end = "" if death is None else death.sentence()
-    content = render_run(view, captures, end, [*attempts_of(run)])
+    content = render_run(view, captures, [*attempts_of(run)])
     _write(run / RUN_PAGE, content.encode())
     return [run / RUN_PAGE]
 

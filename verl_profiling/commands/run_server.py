@@ -27,7 +27,7 @@ from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import RUN_PAGE, render_run
 from verl_profiling.report.run_steps import RunCapture
 from verl_profiling.report.watch_frame import CaptureHead, capture_heads
-from verl_profiling.steps.deaths import attempts_of, death_in
+from verl_profiling.steps.deaths import attempts_of
 from verl_profiling.steps.inputs import how_to_capture
 from verl_profiling.steps.step import TIMELINE_NAME
 from verl_profiling.units import visible_text_of
@@ -107,9 +107,7 @@ class RunServer(TimelineServer):
         captures: list[RunCapture] = []
         for name, head in capture_heads(self._run).items():
             captures += self._captured(name, head or CaptureHead("begun"))
-        death = death_in(self._run)
-        end = "" if death is None else death.sentence()
-        return render_run(view, captures, end, [*attempts_of(self._run)], follows=True)
+        return render_run(view, captures, [*attempts_of(self._run)], follows=True)
 
     def _captured(self, name: str, head: CaptureHead) -> Iterator[RunCapture]:
         """Yield the steps of a capture, as far as they are known."""

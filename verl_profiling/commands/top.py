@@ -4,7 +4,7 @@ Shown are its last step, and whether steps get longer; by how much each stage ma
 (its exposed time), and for which process the others wait there; memory, and the captures so far.
 Only files are read; no call goes to the job. Ctrl-C quits; the command ends by itself when the run
 does. Where the output is no terminal, it prints one frame. Exits 1 when the run's process is gone
-before the end of training, and when a step hangs.
+before the end of training, when an exception ended it, and when a step hangs.
 
 example: verl-profiling top outputs/run --interval 5
 """

@@ -148,13 +148,12 @@ def _since(trigger: Trigger, earlier: Sequence[StepSummary]) -> int:
     return since
 
 
-def health(view: RunView, found: Sequence[Event], end: str, cause: str) -> Health:
+def health(view: RunView, found: Sequence[Event], cause: str) -> Health:
     """Return the health of a run.
 
     Args:
         view: The run.
         found: Its :func:`events`.
-        end: Why the run ended badly; empty if it did not.
         cause: First finding of the capture of the last event that may last; empty if there is none.
     """
     lasting_last = sorted(found, key=lambda event: (_open(event), bool(event.lasts), event.step))
@@ -162,9 +161,10 @@ def health(view: RunView, found: Sequence[Event], end: str, cause: str) -> Healt
     if view.hangs:
         step = view.hangs.partition(" hangs")[0]
         return Health("bad", f"{step.capitalize()} hangs", [view.hangs, *changed], [_OF_A_HANG])
-    if end or not view.is_well:
+    if not view.is_well:
+        end = view.state if view.death is None else view.death.sentence()
         check = f"`verl-profiling check {view.run}` lists what each process left."
-        return Health("bad", "The run ended badly", [end or view.state, *changed], [check])
+        return Health("bad", "The run ended badly", [end, *changed], [check])
     if not view.watch:
         return Health("", "The watch logged no step", [], [cause or view.note])
     return _of_steps(view, found, changed, cause)

@@ -48,7 +48,6 @@ _MOST_HANGS = 10
 def render_run(
     view: RunView,
     captures: Sequence[RunCapture],
-    end: str = "",
     attempts: Sequence[Attempt] = (),
     *,
     follows: bool = False,
@@ -58,13 +57,12 @@ def render_run(
     Args:
         view: The run, with all steps in the log of its watch.
         captures: Its captures, in order.
-        end: A sentence on a run that ended badly; empty for any other.
         attempts: All starts of the run, if there are several.
         follows: Whether the page fetches itself again and again.
     """
     steps = view.watch
     found = events(steps)
-    content = _health(health(view, found, end, _cause_of(found, captures)), view)
+    content = _health(health(view, found, _cause_of(found, captures)), view)
     bars = logged_bars(steps, captures, found)
     shown = bars or [capture.bar for capture in captures if capture.report]
     if shown:

@@ -25,6 +25,7 @@ from verl_profiling.level_shifts import MATTERS, Series, noticed_from
 from verl_profiling.manifest import MANIFEST_NAME, ManifestState, RunInfo
 from verl_profiling.report.console import WIDTH, table_of
 from verl_profiling.report.watch_sentences import axis_top, counted, short_of_cpu, sparkline, waits
+from verl_profiling.steps.deaths import Death
 from verl_profiling.steps.inputs import step_folders
 from verl_profiling.steps.start_up import StartUp
 from verl_profiling.units import byte_size, duration, visible
@@ -203,6 +204,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
         hangs: A sentence on the step that hangs; empty if none does.
         is_over: Whether the run has ended.
         is_well: ``False`` if the state is a problem, e.g. the process of the run is gone.
+        death: Who went first in a run that did not end well; ``None`` for any other.
         watch: The latest steps, in order, with the fields of ``watch.jsonl``.
         varying: Stages that vary so much that the watch detects only larger changes than its
             threshold. Each has the ratio to its median that is detected within 8 steps.
@@ -217,6 +219,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     hangs: str = ""
     is_over: bool = False
     is_well: bool = True
+    death: Death | None = None
     watch: Sequence[StepSummary] = ()
     varying: Mapping[str, float] = {}
     captures: int = 0
@@ -238,6 +241,8 @@ def watch_frame(view: RunView, footer: str = "") -> Constrain:
         lines.append(Text(visible(view.hangs), "bold red"))
     state = (view.state, "green" if view.is_well else "red")
     lines.append(_line((view.run.resolve().name, "bold"), ": ", state))
+    if view.death is not None:
+        lines.append(Text(visible(view.death.sentence()), "red"))
     if view.watch:
         lines.extend(_drawn(view))
     else:
@@ -296,6 +301,8 @@ def _drawn(view: RunView) -> Iterator[Text | Table]:
     captured = ""
     if latest.captured:
         captured = f", captured: {latest.captured}"
+    if view.death is not None and view.death.step == latest.step:
+        captured += ", cut short"
     usual = f"median {duration(median(took))} of {counted(len(took), 'step')}"
     yield _line(
         (f"step {latest.step}", "bold"), f": {duration(took[-1])}, {usual}{policy}{captured}"
