@@ -268,7 +268,7 @@ class TestOneFrame:
         many = [SpanTotal(f"tool:{number}", 1, number) for number in range(60)]
         assert any("and 52 more" in line for line in drawn(frame_of(summary(1, spans=many))))
         nobody = drawn(frame_of(summary(1)))
-        assert not any("in trajectories" in line for line in nobody)
+        assert not any(line.startswith("span") for line in nobody)
 
 
 class TestExitCodes:
@@ -459,3 +459,27 @@ def test_no_numerical_library_is_imported(
         *command.split(),
         run,
     )
+
+
+@pytest.mark.parametrize("columns", ["60", "240"])
+def test_a_notice_is_shown_to_its_end(
+    columns: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was noticed, before why it is not captured, on as many lines as it takes."""
+    monkeypatch.setenv("COLUMNS", columns)
+    write_run(tmp_path / "run", end_ns=1)
+    log = WatchLog(tmp_path / "run")
+    noticed = summary(1)
+    reason = "step 1: stage update_actor took 4.00 s of the step; longest there: actor_rank3"
+    noticed.noticed = Trigger(kind="anomaly", noticed=1, reason=f"{reason}; {'so it is; ' * 20}end")
+    noticed.waits = (
+        "step 0 was captured, and the watch pauses for 50 steps (watch.trigger.cooldown)"
+    )
+    log(noticed)
+    assert main(["top", str(tmp_path / "run"), "--once"]) == EXIT_OK
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 100
+    assert f"{noticed.noticed.reason} (waits: {noticed.waits})" in " ".join(shown.split())

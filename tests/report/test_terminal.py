@@ -95,6 +95,22 @@ def test_what_is_left_out_is_counted(report: Report) -> None:
     assert "…" in text
 
 
+def test_an_option_is_shown_whole(report: Report) -> None:
+    """However long, as it is typed; the change beside it is shortened."""
+    option = "--unblock '__main__.Rollout.play_with_all_tools (my_project/agents/loop_plain.py:58)'"
+    row = msgspec.structs.replace(report.what_would_help[0], option=option, change="c" * 90)
+    for everything in (True, False):
+        shown = printed(
+            msgspec.structs.replace(report, what_would_help=[row]), 100, everything=everything
+        )
+        table = shown.partition("What would help")[2].partition("Predicted")[0]
+        lines = [line.split("  ", 1)[-1] for line in table.splitlines()]
+        typed = "".join(re.sub(r"  .*", "", line.strip()) for line in lines)
+        assert "play_with_all_tools" in typed
+        assert "loop_plain.py" in typed
+        assert "…" not in typed.partition("--unblock")[2]
+
+
 @pytest.mark.parametrize("suspects", [0, 9])
 def test_long_names_make_the_first_screen_no_longer(report: Report, suspects: int) -> None:
     """At 100 columns, each row has one line; an option stays whole

@@ -34,6 +34,8 @@ _FIRST = {"what_would_help": 3, "suspects": 6, "stages": 6, "trajectory_causes":
 """Tables of the first screen, each with its largest number of rows."""
 _LEAST = 16
 """Least length that a cell is shortened to on the first screen."""
+_TYPED = "what-if"
+"""Heading of options, which are never shortened, so that they can be typed."""
 _PROBLEMS = 2
 _BEFORE_UNIT, _JOIN = re.compile(r"(?<=\d) (?=(?:s|ms|us|ns)\b)"), "\ue000"
 
@@ -111,22 +113,25 @@ def print_table(
         return
     heads = ["\n".join(head.rsplit(" ", 1)) if len(head) > 9 else head for head in headings]
     columns = enumerate(zip(*rows, strict=True))
-    texts = {
-        at
-        for at, cells in columns
-        if all(isinstance(c.value, str | bool | list | None) for c in cells)
-    }
+    texts = {at for at, cells in columns if all(map(_is_text, cells))}
     table = table_of(title, heads, texts)
     lines = [[visible(cell.text) for cell in row] for row in rows]
-    lines = [[first, *map(without_middle, others)] for first, *others in lines]
+    cut = [at for at, heading in enumerate(headings) if heading != _TYPED]
+    for line in lines:
+        for at in cut[1:]:
+            line[at] = without_middle(line[at])
     if one_line:
-        _shorten(heads, lines, sorted(texts))
+        _shorten(heads, lines, [at for at in cut if at in texts])
     for number, line in enumerate(lines):
         table.add_row(*map(escape, line), style="dim" if dim and dim[number] else None)
     console.print()
     console.print(table)
     if note:
         console.print(f"[dim]{escape(note)}[/dim]")
+
+
+def _is_text(cell: Cell) -> bool:
+    return isinstance(cell.value, str | bool | list | None)
 
 
 def _shorten(heads: Sequence[str], lines: Sequence[list[str]], texts: Sequence[int]) -> None:

@@ -242,7 +242,7 @@ def watch_frame(view: RunView, footer: str = "") -> Constrain:
     state = (view.state, "green" if view.is_well else "red")
     lines.append(_line((view.run.resolve().name, "bold"), ": ", state))
     if view.death is not None:
-        lines.append(Text(visible(view.death.sentence()), "red"))
+        lines.append(_line((view.death.sentence(), "red")))
     if view.watch:
         lines.extend(_drawn(view))
     else:
@@ -286,9 +286,7 @@ def _noticed(steps: Sequence[StepSummary], captured: Iterable[str]) -> Iterator[
     texts = " ".join(captured)
     rest = [(anomaly, why) for anomaly, why in noticed_in(steps) if anomaly.reason not in texts]
     for anomaly, why in rest[-_MANY_NOTICED:]:
-        yield _line(
-            f"noticed, {f'not captured ({why})' if why else 'not captured'}: {anomaly.reason}"
-        )
+        yield _line(f"noticed, not captured: {anomaly.reason}{f' (waits: {why})' if why else ''}")
 
 
 def _drawn(view: RunView) -> Iterator[Text | Table]:
@@ -322,14 +320,14 @@ def _drawn(view: RunView) -> Iterator[Text | Table]:
 
 
 def tables_of(steps: Sequence[StepSummary]) -> dict[str, Table]:
-    """Return the tables of stages, of spans in trajectories, and of memory, by title.
+    """Return the tables of stages, of spans, and of memory, by title.
 
     Args:
         steps: The latest steps, at least one.
     """
     return {
         "Time by stage": _stage_table(steps),
-        "In trajectories": _span_table(steps),
+        "Spans": _span_table(steps),
         "Memory": _memory_table(steps),
     }
 
@@ -365,7 +363,7 @@ def _span_table(all_steps: Sequence[StepSummary]) -> Table:
     which = ""
     if spent is not all_steps[-1]:
         which = f" (step {spent.step})"
-    headings = (f"in trajectories{which}", "total", "calls", "mean", "failed", "median", "trend")
+    headings = (f"span{which}", "total", "calls", "mean", "failed", "median", "trend")
     table = table_of("", headings)
     known = [{spans.name: spans.seconds for spans in step.spans} for step in steps]
     for spans in spent.spans[:_MANY_SPANS]:
@@ -381,11 +379,11 @@ def _span_table(all_steps: Sequence[StepSummary]) -> Table:
 
 
 def _line(*parts: str | tuple[str, str]) -> Text:
-    """Return a line that is cut off at the width of the terminal."""
+    """Return a sentence, which is wrapped at the width of the terminal: its end may be the fact."""
     shown = [
         visible(part) if isinstance(part, str) else (visible(part[0]), part[1]) for part in parts
     ]
-    return Text.assemble(*shown, no_wrap=True, overflow="ellipsis")
+    return Text.assemble(*shown)
 
 
 def _texts(*cells: str) -> Iterator[Text]:

@@ -161,7 +161,8 @@ class Detector:
         most = max(grown_s, key=grown_s.__getitem__, default="")
         took = f"step {summary.step} took {duration(self._step.value)}"
         if grown_s.get(most, 0.0) > 0:
-            took += f", by {duration(grown_s[most])} in {f'stage {most}' if most else 'no stage'}"
+            where = f"stage {most}" if most else "no stage"
+            took += f", of which {duration(grown_s[most])} more than usual in {where}"
         return self._suspicion(SLOW_STEP, most, self._step, summary, f"{took}: ")
 
     def _suspicion(
