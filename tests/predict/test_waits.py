@@ -348,6 +348,31 @@ def test_a_wait_of_a_rollout_from_before_the_step(tmp_path: Path, waits_s: float
         assert found.low_us <= found.predicted_us <= found.high_us
 
 
+@pytest.mark.parametrize(("factor", "seconds"), [("3x", 1.0), (0.9, 1.0), ("0.5x", 1.0)])
+def test_a_call_from_before_the_capture_makes_an_interval(
+    tmp_path: Path, factor: float | str, seconds: float
+) -> None:
+    """Without the watch, what a trajectory of the last step was in when the capture began is not
+    known; it may be the call that changes.
+    """
+    log = DrawnLog(end=1)
+    for _ in range(4):
+        log.trajectory(-0.3, 0.7)
+        log.trajectory(0.7, 0.95, ("generate", 0.7, 0.75), ("tool:search", 0.75, 0.95))
+        log.trajectory(0.7, 2, ("generate", 0.7, 2), status="running")
+    stages = [("wait:rollout", 0, 0.7), ("update_actor", 0.7, 1)]
+    drawn_inputs(tmp_path, [*stages, ("rollout", 0, 0.7), ("rollout", 0.7, 1)], [], 1)
+    log.add_to(tmp_path)
+    found = open_step(tmp_path).what_if(tools={"search": factor})
+    assert found.predicted_us == pytest.approx(seconds * 1e6, rel=0.02)
+    assert found.low_us is not None
+    assert found.high_us is not None
+    if factor == "0.5x":
+        assert found.low_us < 0.8e6
+    else:
+        assert found.high_us > 1.5e6
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_hang_is_a_trajectory_that_queues(seed: int) -> None:
     """Whatever waits, and however long: the process is in another span that is open."""

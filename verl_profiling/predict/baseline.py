@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from verl_profiling.predict.step_graph import Graph
 from verl_profiling.slices.intervals import Ints, length, time_of
 from verl_profiling.slices.slices import Floats
 from verl_profiling.steps.requests import VALIDATE
-from verl_profiling.steps.trajectory_columns import LOOP_LAG, OTHERS
+from verl_profiling.steps.trajectory_columns import BEFORE, LOOP_LAG, OTHERS
 from verl_profiling.steps.trajectory_spans import UNKNOWN
 from verl_profiling.units import duration
 
@@ -82,6 +83,11 @@ class Baseline:
             if name not in (OTHERS, UNKNOWN) and not name.startswith(WAIT)
         }
 
+    @cached_property
+    def unseen(self) -> list[int]:
+        """Segments of trajectories from before the capture, of whose calls nothing is known."""
+        return [at for at, segment in self.graph.segments.of_others() if segment.kind == BEFORE]
+
     def _add(self, at: int, segment: Segment) -> set[str]:
         """Note a segment under the names of its stages and calls; return the names of its calls,
         if it is no lag.
@@ -136,18 +142,20 @@ class Baseline:
                         parts.append((rows, np.full(len(rows), mean_ns)))
         return CallTimes(*map(np.concatenate, zip(*parts, strict=True)))
 
-    def replay(self, changes: Changes, waits: float = 1.0) -> Replay:
+    def replay(self, changes: Changes, waits: float = 1.0, unseen: float = 1.0) -> Replay:
         """Return the replay of the step with all changes but replicas and steps ahead.
 
         Args:
             changes: The changes.
             waits: Factor of the waits for something unknown.
+            unseen: Factor of what trajectories did before the capture.
 
         Raises:
             ConfigError: The step has no stage, span or kernel of a name in the changes.
         """
         took, delay = self._times_ns(changes)
         took[self.waits] *= waits
+        took[self.unseen] *= unseen
         took_ns, delay_ns = (np.rint(times).astype(np.int64) for times in (took, delay))
         after = self.graph.after()
         graph = self.graph.with_polls(lambda at: changes.scale.get(POLLING, 1.0))
@@ -200,6 +208,13 @@ class Baseline:
             check_name("--unblock", what, tool_name(name), self.blocked)
             took[self.blocked[tool_name(name)]] = 0.0
         return took, delay
+
+    def factor_of_call(self, name: str, value: float | str) -> float:
+        """Return how many times as long the calls of a name take with a change."""
+        factor = factor_of(value)
+        if factor is None:
+            factor = float(value) * 1e9 / self.calls_of(tool_name(name)).took_ns.mean().item()
+        return factor
 
     def hidden_ranks(self, stage: str) -> int:
         """Return the number of ranks in a stage whose waits for each other are not recorded; else

@@ -30,6 +30,9 @@ from verl_profiling.steps.trajectory_columns import GENERATE
 _NOT_STEADY = (
     "the predicted step is not the mean step: each step leaves more or less work to the next"
 )
+_UNSEEN = (
+    "what trajectories did before the capture takes as long, or is such a call; a watch knows it"
+)
 CAPTURE = "capture"
 _LEAST_SHARE = 0.001  # minimum saving of a listed change, as a share of the step
 _NOISE = 0.03  # share of the step by which equal steps differ; added on each side of an interval
@@ -145,6 +148,11 @@ def _interval_ns(
     waits_ns = baseline.graph.segments.recorded_ns()[baseline.waits].sum()
     if waits_ns > _LEAST_SHARE * replayed.span_ns and changes.options():
         spans_ns += _with_waits_ns(baseline, replayed, changes)
+    if baseline.unseen and changes.tools:
+        assumed.append(_UNSEEN)
+        for name, value in changes.tools.items():
+            factor = baseline.factor_of_call(name, value)
+            spans_ns.append(baseline.replay(changes, unseen=factor).span_ns)
     for balanced in changes.balance:
         stage = balanced.partition("=")[0]
         ranks = baseline.hidden_ranks(stage)
