@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_profiling.files.host_use import SHORT_OF_CPU
 from verl_profiling.files.step_summary import ROLLOUT, TRAINING, Idle, Saving, StepSummary
 from verl_profiling.level_shifts import MATTERS
 from verl_profiling.manifest import UselessPart, useless_parts
-from verl_profiling.numbers.columns import NothingRow, UselessRow, sum_of
 from verl_profiling.units import duration
+
+if TYPE_CHECKING:  # a hundred classes
+    from verl_profiling.numbers.columns import NothingRow, UselessRow
 
 _LEAST_WAIT = 0.01
 _FLOWS = {
@@ -72,7 +75,7 @@ def _work(summary: StepSummary) -> Iterator[str]:
         yield f"tokens: {', '.join(given)}"
     for stage, lessons in summary.lessons.items():
         parts = useless_parts(lessons)
-        share = sum_of(parts, "share")
+        share = sum(map(_share, parts))
         if share >= MATTERS:
             yield f"{share:.0%} of {stage} taught nothing: {by_reason(parts)}"
 
@@ -83,13 +86,13 @@ def by_reason(parts: Sequence[UselessPart | NothingRow | UselessRow]) -> str:
     for cause, of_cause in _largest_first(parts, "cause")[:4]:
         many = sum(getattr(part, "trajectories", 0) for part in of_cause)
         count = f" ({many})" if many else ""
-        shown.append(f"{sum_of(of_cause, 'share'):.0%} {cause}{count}")
+        shown.append(f"{sum(map(_share, of_cause)):.0%} {cause}{count}")
     tasks = _largest_first(parts, "task")
     text = ", ".join(shown)
     if len(tasks) < 2:
         return text
     shares = [
-        f"{sum_of(of_task, 'share_of_task'):.0%} of {task or 'other tasks'}"
+        f"{sum(part.share_of_task for part in of_task):.0%} of {task or 'other tasks'}"
         for task, of_task in tasks[:3]
     ]
     return f"{text}; {', '.join(shares)}"
@@ -100,7 +103,7 @@ def _largest_first(parts: Iterable[Any], column: str) -> list[tuple[str, list[An
     by_value: dict[str, list[Any]] = {}
     for part in parts:
         by_value.setdefault(getattr(part, column), []).append(part)
-    return sorted(by_value.items(), key=lambda of_value: -sum_of(of_value[1], "share"))
+    return sorted(by_value.items(), key=lambda of_value: -sum(map(_share, of_value[1])))
 
 
 def short_of_cpu(steps: Sequence[StepSummary]) -> str:
@@ -189,3 +192,6 @@ def sparkline(values: Sequence[float], most: int) -> str:
         _BEYOND if value > top else _BARS[round(max(value, 0.0) / (top or 1.0) * (len(_BARS) - 1))]
         for value in shown
     )
+
+
+_share = attrgetter("share")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from hashlib import sha256
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
@@ -225,6 +224,8 @@ def short_label(text: str) -> str:
     label = re.sub(r"[^\w.,+-]", "_", text)
     if label == text and len(label) <= _LABEL:
         return label
+    from hashlib import sha256  # with OpenSSL, for the rare name that has to be cut
+
     digest = sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
     return f"{label[: _LABEL - 9]}_{digest[:8]}"
 
