@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from results import ROOT, record, row
+from results import BASE, BASE_COMMIT, ROOT, base_worktree, record, row
 
 from verl_profiling.files.run_files import write_json_atomically
 from verl_profiling.files.trajectory_log import (
@@ -31,7 +31,6 @@ from verl_profiling.files.trajectory_log import (
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import MANIFEST_NAME, Artifact, CaptureResult, Manifest, StageSpan
 
-BASE, BASE_COMMIT = ROOT / "outputs" / "base", "e61d4e44"
 BEGIN_NS, MS = 1_790_000_000 * 10**9, 10**6
 PROCESSES, AT_ONCE, TURNS = 8, 256, 3
 PROGRAM = """
@@ -136,22 +135,20 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int, nargs="+", default=[10_000, 30_000, 100_000])
     parser.add_argument("--base", type=Path, default=BASE, help=f"a worktree of {BASE_COMMIT}")
     arguments = parser.parse_args()
-    if not arguments.base.exists():
-        git = ["git", "-C", str(ROOT), "worktree", "add", "--detach"]
-        subprocess.run([*git, str(arguments.base), BASE_COMMIT], check=True)
+    base = base_worktree(arguments.base)
     rows = []
     for many in arguments.trajectories:
         with tempfile.TemporaryDirectory() as scratch:
             step = Path(scratch)
             draw(step, many)
             for command in ("report", "what-if"):
-                sides = (arguments.base, ROOT)
+                sides = (base, ROOT)
                 rounds = range(arguments.runs)
                 found = [[measure(side, command, step) for side in sides] for _ in rounds]
-                base, new = ([one[side] for one in found] for side in (0, 1))
+                before, new = ([one[side] for one in found] for side in (0, 1))
                 for unit, at in (("CPU s", 0), ("MB", 1)):
                     what = f"`{command}`, {many:,} trajectories"
-                    old, values = ([one[at] for one in side] for side in (base, new))
+                    old, values = ([one[at] for one in side] for side in (before, new))
                     against = f"{what}, commit `{BASE_COMMIT}`"
                     rows.append(row(against, old, unit))
                     rows.append(row(what, values, unit, against=against, of=old))

@@ -1,8 +1,8 @@
 """What the watch takes from the loop's process, against an earlier commit.
 
 Run: ``python benchmarks/bench_watch_base.py [--rounds 7]``. Each round runs the same loops with the
-package of :data:`BASE_COMMIT` and with this one, in processes of their own. The loops have a clock
-of their own, and workers whose answers are made before, so that only the loop's process is
+package of :data:`~results.BASE_COMMIT` and with this one, in processes of their own. The loops have
+a clock of their own, and workers whose answers are made before, so that only the loop's process is
 measured: CPU time of its thread for the hooks, and of the watch's work for the answers.
 """
 
@@ -19,13 +19,12 @@ import tempfile
 import time
 from typing import Any
 
-from results import ROOT, record, row
+from results import BASE_COMMIT, ROOT, base_worktree, record, row
 
 from verl_profiling import ProfilingCallback, clock
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.watch.sums import Begun, StageSums, WatchQuestion, WatchReading
 
-BASE, BASE_COMMIT = ROOT / "outputs" / "base", "e61d4e44"
 STAGES = ("old_log_prob", "ref_log_prob", "values", "update_critic", "update_actor")
 BEGIN_NS, MS = 1_790_000_000 * 10**9, 10**6
 READS = 8
@@ -132,13 +131,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps(run_loop(given.loop, folder)))
         return
-    if not BASE.exists():
-        command = ["git", "worktree", "add", "--detach", str(BASE), BASE_COMMIT]
-        subprocess.run(command, cwd=ROOT, check=True)
+    before_package = str(base_worktree())
     rows = []
     for name in LOOPS:
         pairs = [
-            (measured(name, str(BASE)), measured(name, str(ROOT))) for _ in range(given.rounds)
+            (measured(name, before_package), measured(name, str(ROOT))) for _ in range(given.rounds)
         ]
         for number, what in enumerate(("hooks", "read and judged")):
             base, mine = ([values[number] for values in each] for each in zip(*pairs, strict=True))

