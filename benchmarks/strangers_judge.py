@@ -292,9 +292,9 @@ def row(
     spans_s = [step.what_if().span_us / 1e6 for step in after]
     recorded_s = [one.span_us / 1e6 for one in found]
     ends = {}
-    if all(one.low_us is not None for one in found):
-        ends["low_s"] = statistics.median(one.low_us or 0 for one in found) / 1e6
-        ends["high_s"] = statistics.median(one.high_us or 0 for one in found) / 1e6
+    if any(one.low_us is not None for one in found):
+        ends["low_s"] = statistics.median(one.low_us or one.predicted_us for one in found) / 1e6
+        ends["high_s"] = statistics.median(one.high_us or one.predicted_us for one in found) / 1e6
     return {
         "loop": place[0],
         "plan": place[1],
