@@ -61,3 +61,43 @@ def test_marks_of_other_processes_are_slices_of_the_engine(tmp_path: Path) -> No
     assert "most of it sleep/offload: 70.0 ms" in said
     spans = {span.name: round(span.seconds, 3) for span in summaries[0].spans}
     assert spans == {"sleep": 0.1, "sleep/offload": 0.07, "sleep/gc": 0.01}
+
+
+THREADS = """
+import sys, threading
+from types import ModuleType
+from verl_profiling.files.engine_marks import MarkReader, collect_marks
+from verl_profiling.integrations.engine_marks import mark_engine
+
+collect_marks()
+asleep, done = threading.Event(), threading.Event()
+
+class Worker:
+    def sleep(self):
+        asleep.set()
+        done.wait(30)
+
+    def load_model(self):
+        pass
+
+def hook(module, put_in):
+    if module == "vllm.v1.worker.gpu_worker":
+        made = ModuleType(module)
+        made.Worker = Worker
+        put_in(made)
+
+mark_engine("vllm", hook)
+sleeps = threading.Thread(target=Worker().sleep)
+sleeps.start()
+asleep.wait(30)
+Worker().load_model()
+done.set()
+sleeps.join()
+print(*[mark.name for mark in MarkReader().read() if mark.name != "import"])
+"""
+
+
+def test_calls_of_two_threads_are_no_parts_of_each_other() -> None:
+    """E.g. two engines in one process, of which one sleeps while the other loads."""
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True)
+    assert done.stdout.split() == ["weights", "sleep"], done.stderr

@@ -6,6 +6,7 @@ after another, thousands of them; so a part is the sum of its calls.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -94,22 +95,27 @@ class _Call:
             begin_ns += took_ns
 
 
-_open: _Call | None = None
+class _Open(threading.local):
+    """The open call of a thread."""
+
+    call: _Call | None = None
+
+
+_open = _Open()
 
 
 @contextmanager
 def _marked(name: str) -> Iterator[None]:
     """Mark a block as a call, or as a part of the open call."""
-    global _open
-    if _open is not None:
+    if _open.call is not None:
         with _part(name):
             yield
         return
-    call = _open = _Call(name)
+    call = _open.call = _Call(name)
     try:
         yield
     finally:
-        _open = None
+        _open.call = None
         write_marks(call.marks())
 
 
@@ -122,7 +128,7 @@ def _part(name: str, size: int = 0, before: str = "") -> Iterator[None]:
         size: Bytes that the block moves.
         before: Name of the part between the last part and this one; empty for none.
     """
-    call = _open
+    call = _open.call
     if call is None or call.is_in_part:
         yield
         return
@@ -186,7 +192,7 @@ def _sized(part: str, function: Callable[..., Any], *args: Any) -> Any:
 
 def _copied(function: Callable[..., Any], *args: Any) -> Any:
     """Mark a copy. Before it, a sleep pins host memory; a wake has reserved memory."""
-    is_sleep = _open is not None and _open.name == SLEEP
+    is_sleep = _open.call is not None and _open.call.name == SLEEP
     part, before = ("offload", "pin") if is_sleep else ("weights", "")
     with _part(part, args[2], before):
         return function(*args)
