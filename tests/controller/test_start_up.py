@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -109,3 +110,51 @@ def test_the_start_begins_with_the_job(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["report", str(tmp_path), "--save"]) == 0
     assert capsys.readouterr().out.count(shown) == 2
     assert shown in (tmp_path / "index.html").read_text()
+
+
+SLOW_IMPORT = """
+import sys, time
+
+class Slow:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            time.sleep(8)
+
+sys.meta_path.insert(0, Slow())
+"""
+
+
+def test_diff_shows_which_part_of_the_start_grew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two starts of the demo's loop, the second one with a slow import of torch."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORT)
+    runs = []
+    for name, paths in (("usual", sys.path), ("slow", [str(tmp_path), *sys.path])):
+        (tmp_path / name).mkdir()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        subprocess.run(
+            [sys.executable, "-m", "verl_profiling.cli", "demo"],
+            cwd=tmp_path / name,
+            env=environment,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        runs.append(str(tmp_path / name / "outputs" / "grpo_demo"))
+    assert main(["diff", *runs, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    whole, *parts = sorted(
+        (row for row in document["changes"] if row["kind"] == "start"),
+        key=lambda row: row["name"] != "start-up",
+    )
+    assert whole["change_s"] == pytest.approx(sum(row["change_s"] for row in parts))
+    assert parts[0]["name"] == "import of controller"
+    assert parts[0]["change_s"] > 6
+    assert ", most by import of controller (+" in document["started"]
+    assert main(["diff", *runs]) == 0
+    shown = capsys.readouterr().out
+    assert document["started"] in " ".join(shown.split())
+    assert "Start-up" in shown
+    step = str(tmp_path / "slow" / "outputs" / "grpo_demo" / "step_000020")
+    assert main(["diff", step, step, "--json"]) == 0
+    assert not json.loads(capsys.readouterr().out)["started"]

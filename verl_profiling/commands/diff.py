@@ -40,6 +40,7 @@ from verl_profiling.report.model import Report
 from verl_profiling.report.renamed_kernels import renamed_kernels
 from verl_profiling.report.verdict import differences
 from verl_profiling.steps.inputs import how_to_capture, is_step, is_uncaptured, the_run
+from verl_profiling.steps.start_up import StartUp, start_up_of
 from verl_profiling.steps.step import Source
 from verl_profiling.units import duration, visible
 
@@ -76,6 +77,7 @@ def run(arguments: argparse.Namespace) -> bool:
         _explained(before, after),
         differences(_joined(before, "infos"), _joined(after, "infos")),
         _renamed(before, after),
+        (_joined(before, "starts"), _joined(after, "starts")),
     )
     is_well = all(run.is_well for run in runs)
     verdict = ""
@@ -84,7 +86,12 @@ def run(arguments: argparse.Namespace) -> bool:
         verdict = _verdict(diff, slower, arguments.fail_above)
         is_well = is_well and not slower
     if arguments.json:
-        sentences = {"basis": diff.basis, "explained": diff.explained, "verdict": verdict}
+        sentences = {
+            "basis": diff.basis,
+            "explained": diff.explained,
+            "started": diff.started,
+            "verdict": verdict,
+        }
         print_json({**msgspec.structs.asdict(diff), **sentences})
     else:
         print_diff(diff, Console())
@@ -131,7 +138,8 @@ def _divided(paths: list[Path]) -> tuple[list[Path], list[Path]]:
 
 
 class _Run(NamedTuple):
-    """One path of a side: reports and graphs of its steps, the steps in its watch log, and facts.
+    """One path of a side: reports and graphs of its steps, the steps in its watch log, facts, and
+    its start-up if the path is a whole run.
 
     ``is_well`` tells whether no data is missing.
     """
@@ -141,6 +149,7 @@ class _Run(NamedTuple):
     graphs: list[Graph]
     logged: list[StepSummary]
     infos: list[RunInfo]
+    starts: list[StartUp]
     sources: Sequence[Source] = ()
     is_well: bool = True
 
@@ -150,13 +159,15 @@ def _run_at(path: Path, arguments: argparse.Namespace) -> _Run:
     reports.
     """
     if (saved := saved_report(path)) is not None:
-        return _Run(path, [saved], [], [], [])
+        return _Run(path, [saved], [], [], [], [])
     run = the_run(path)
     folder = run.parent if is_step(run) else run
     info = known_run(folder)
     infos = [info] if info else []
+    start = None if is_step(run) else start_up_of(folder)
+    starts = [start] if start else []
     if is_uncaptured(path):
-        return _Run(path, [], [], watched(path)[0], infos)
+        return _Run(path, [], [], watched(path)[0], infos, starts)
     work = StepByStep([path], arguments.communication)
     steps = work.reports(keep_graphs=True)
     graphs = [step.graph for step, _ in steps if step.manifest and step.graph]
@@ -165,7 +176,7 @@ def _run_at(path: Path, arguments: argparse.Namespace) -> _Run:
         graphs = []
     reports = [report for _, report in steps]
     sources = [source for capture in work.steps for source in capture.inputs.sources]
-    return _Run(path, reports, graphs, logged, infos, sources, work.is_well)
+    return _Run(path, reports, graphs, logged, infos, starts, sources, work.is_well)
 
 
 def _renamed(before: Sequence[_Run], after: Sequence[_Run]) -> dict[str, str]:

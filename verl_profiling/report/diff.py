@@ -34,6 +34,7 @@ from verl_profiling.report.verdict import Verdict, verdict_of
 from verl_profiling.report.watch_frame import STEP, seconds_of, stage_seconds
 from verl_profiling.report.watch_sentences import counted
 from verl_profiling.steps.causes import joined_causes
+from verl_profiling.steps.start_up import StartUp
 from verl_profiling.steps.trajectory_columns import UNEXPLAINED
 from verl_profiling.units import duration, visible
 
@@ -41,6 +42,9 @@ _SMALLEST_SHARE = 0.01
 LEAST_S = 0.01
 """Smallest change (s) of :meth:`Diff.slower_than`."""
 _SHOWN = 12  # changes of a kind
+
+START = "start-up"
+"""Name of the whole time before the first step."""
 
 
 _Logs = Sequence[Sequence[StepSummary]]
@@ -54,8 +58,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         kind: ``step``, ``explained`` (what a stage, or a kind of trajectories' time, adds to the
             step's change), ``missing`` (what it adds to the time that more lanes should have saved;
             ``change_share`` is of all such time), ``watch`` (step and exposed time of stages, of
-            all steps in the watch's
-            log), ``stage``, ``around`` (pauses of the capture, and stages around the step),
+            all steps in the watch's log), ``start`` (the start-up and the parts of its path),
+            ``stage``, ``around`` (pauses of the capture, and stages around the step),
             ``worker`` (busy time), ``lost`` (lane-seconds), ``trajectory`` (trajectory-seconds by
             cause) or ``kernel`` (self time).
         name: Name of the part, stage, lane, cause or kernel.
@@ -116,6 +120,7 @@ _TITLES = {
     "explained": "The change of the step, by part",
     "missing": "The missing speed-up, by part",
     "watch": "All steps of the watch, exposed time",
+    "start": "Start-up",
     "stage": "Stages",
     "around": "Around the step",
     "lost": "Lost lane-seconds",
@@ -173,6 +178,21 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         return f"{total}: {', '.join(shares)}"
 
     @property
+    def started(self) -> str:
+        """The change of the start-up, and the part that changed most; empty without it."""
+        rows = {change.name: change for change in self.changes if change.kind == "start"}
+        whole = rows.pop(START, None)
+        if whole is None:
+            return ""
+        took = " before and ".join(
+            duration(side or 0.0) for side in (whole.before_s, whole.after_s)
+        )
+        most = next(iter(rows.values()))
+        return (
+            f"start-up {took} after, most by {most.name} ({duration(most.change_s, signed=True)})"
+        )
+
+    @property
     def basis(self) -> str:
         """The number of compared steps on each side, and whether the noise is known, as text."""
         before, after = self.logged
@@ -227,6 +247,7 @@ def compare(
     explained: Mapping[str, tuple[float, float]] = MappingProxyType({}),
     differs: str = "",
     kernels: Mapping[str, str] = MappingProxyType({}),
+    started: tuple[Sequence[StartUp], Sequence[StartUp]] = ((), ()),
 ) -> Diff:
     """Compare the steps of A (before) and B (after).
 
@@ -238,6 +259,7 @@ def compare(
             change (s), and the noise of that (s).
         differs: Versions and settings that differ, as text.
         kernels: Common names of kernels whose names differ, by their own.
+        started: Start-up of each run of A and of B, as far as known.
     """
     changes: list[Change] = []
     scaling: Scaling | None = None
@@ -254,6 +276,8 @@ def compare(
         key = ("watch", STEP)
         sides = (_logged_runs(logged[0]), _logged_runs(logged[1]))
         changes += _changes(*sides)
+    if all(started):
+        changes += _changes(*map(_starts, started))
     step = next(change for change in changes if (change.kind, change.name) == key)
     verdict = None
     if not is_one_run:
@@ -395,6 +419,10 @@ def _logged_runs(logs: _Logs) -> list[_Run]:
     return [[_keyed("watch", seconds_of(step)) for step in run] for run in logs]
 
 
+def _starts(starts: Sequence[StartUp]) -> list[_Run]:
+    return [[_keyed("start", {START: start.seconds, **start.part_seconds()})] for start in starts]
+
+
 def _keyed(kind: str, seconds: Mapping[str, float]) -> _Numbers:
     return {(kind, name): number for name, number in seconds.items()}
 
@@ -461,7 +489,9 @@ def print_diff(diff: Diff, console: Console) -> None:
     console = fitting_console(console)
     scaling = diff.scaling.sentence if diff.scaling else ""
     verdict = diff.between_runs.sentence if diff.between_runs else ""
-    for sentence in filter(None, (diff.differs, verdict, diff.basis, diff.explained, scaling)):
+    for sentence in filter(
+        None, (diff.differs, verdict, diff.basis, diff.explained, scaling, diff.started)
+    ):
         console.print(visible(sentence), markup=False)
     for kind, title in _TITLES.items():
         rows = [change for change in diff.changes if change.kind == kind]

@@ -65,13 +65,24 @@ class StartUp(msgspec.Struct, frozen=True):
         largest = "; ".join(map(_clause, self.path[:3]))
         return f"{duration(self.seconds)} before step {self.step}: {largest}"
 
+    def part_seconds(self) -> dict[str, float]:
+        """Return the parts of the path by name and process (s), which add up to it."""
+        seconds: dict[str, float] = {}
+        for part in self.path:
+            seconds[_name(part)] = seconds.get(_name(part), 0.0) + part.seconds
+        return seconds
+
+
+def _name(part: StartPart) -> str:
+    return f"{part.name} of {part.lane}" if part.name else "unknown"
+
 
 def _clause(part: StartPart) -> str:
     took = duration(part.seconds)
     if not part.name:
         return f"{took} unknown ({_MARK})"
     waited = f", for which {part.inside} waited" if part.inside else ""
-    return f"{took} {part.name} of {part.lane}{waited}"
+    return f"{took} {_name(part)}{waited}"
 
 
 def start_up_of(run: Path) -> StartUp | None:
