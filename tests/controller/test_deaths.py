@@ -108,6 +108,32 @@ def test_a_process_that_handled_a_failure_before_may_be_killed(tmp_path: Path) -
     ) == ["actor_rank1 went first in step 4, update_actor: signal: killed by SIGKILL"]
 
 
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_loop_that_is_killed_had_handled_the_failures_before(
+    tmp_path: Path, is_seen: bool
+) -> None:
+    """Else an exception would have left it. The failure is said, as it may be why it was killed."""
+    failed = End(at_ns=200 * S, error="ValueError: no reward", stage="reward")
+    seen = [Gone(202 * S, "controller", 1, signal=9)] if is_seen else []
+    how = "killed by SIGKILL" if is_seen else "it left nothing: a signal, or a crash in native code"
+    assert said_of(
+        tmp_path,
+        record("controller", 1, step=4, stage="update_actor"),
+        record("actor_rank0", 2, gone=seen),
+        record("actor_rank1", 3, end=failed),
+    ) == [
+        f"controller went first in step 4, update_actor: signal: {how}; before, actor_rank1 had "
+        "raised ValueError: no reward"
+    ]
+
+
+def test_a_process_without_a_readable_record_is_not_blamed(tmp_path: Path) -> None:
+    seen = [Gone(201 * S, "actor_rank1", 3, signal=9)]
+    assert said_of(tmp_path, record("controller", 1, step=4, end=LOST, gone=seen)) == [
+        "who went first is not known: actor_rank1 died, and its record is unreadable"
+    ]
+
+
 def test_processes_of_two_containers_may_have_one_number(tmp_path: Path) -> None:
     seen = [Gone(200 * S, "actor_rank1", 7, signal=9)]
     assert said_of(

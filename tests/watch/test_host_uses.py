@@ -114,6 +114,28 @@ def test_without_a_suspect_the_process_that_got_least_cpu_is_said(waits: float) 
     assert (sentence in one.reason) is (waits > 0.5)
 
 
+@pytest.mark.parametrize(
+    ("throttled_s", "why"),
+    [(0.1, "other processes used"), (0.4, ""), (0.4 * 64, "its container had used up")],
+)
+def test_cpus_are_throttled_in_the_whole_container(
+    throttled_s: float, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel adds up all CPUs: 0.4 s may be this thread's wait, or that of 64 others."""
+    (tmp_path / "cgroup").mkdir()
+    statistics = tmp_path / "cgroup" / "cpu.stat"
+    statistics.write_text("throttled_usec 0\n")
+    monkeypatch.setattr(host_use, "cgroups", lambda controller: [(tmp_path / "cgroup", True)])
+    monkeypatch.setattr(host_use, "_STATISTICS", tmp_path / "no stat")
+    monkeypatch.setattr(host_use, "_waits_ns", iter([{1: 0}, {1: 4 * 10**8}]).__next__)
+    monkeypatch.setattr(host_use.os, "cpu_count", lambda: 64)
+    reader = HostReader(tmp_path)
+    statistics.write_text(f"throttled_usec {round(throttled_s * 1e6)}\n")
+    said = reader.process().why
+    assert said.startswith(why)
+    assert bool(said) == bool(why)
+
+
 def hold(size: int, ready: multiprocessing.synchronize.Event) -> None:
     kept = np.ones(size, np.uint8)
     ready.set()

@@ -10,11 +10,25 @@ from typing import Any, NoReturn
 
 import pytest
 
-from verl_profiling.files.machine import process_memory, process_peak_bytes
+from verl_profiling.files import device_use
+from verl_profiling.files.machine import process_peak_bytes
+from verl_profiling.watch.stage_memory import LONG_NS, StageMemory
 
 STATISTICS = {
-    "allocated_bytes": {"all": {"current": 3, "peak": 7}, "small_pool": {"current": 1, "peak": 1}}
+    "allocated_bytes": {"all": {"current": 3, "peak": 7}, "small_pool": {"current": 1, "peak": 1}},
+    "reserved_bytes": {"all": {"current": 4, "peak": 8}},
 }
+
+
+@pytest.fixture(autouse=True)
+def no_device_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_use, "_index", None)
+    device_use._name_of.cache_clear()
+
+
+def process_memory() -> tuple[int, int]:
+    """Return peak and held memory after a long stage."""
+    return StageMemory().ended("update_actor", 0, LONG_NS)
 
 
 def initialises(*_: object) -> NoReturn:
@@ -29,13 +43,14 @@ def fails(*_: object) -> NoReturn:
 def device(initialised: bool, statistics: Any = initialises) -> SimpleNamespace:
     if not callable(statistics):
         found = statistics
-        statistics = lambda: found  # noqa: E731
+        statistics = lambda index: found  # noqa: E731
     memory = SimpleNamespace(memory_stats_as_nested_dict=statistics)
     return SimpleNamespace(
         is_initialized=lambda: initialised,
         memory=memory,
         init=initialises,
-        current_device=initialises,
+        current_device=initialises if statistics is initialises else lambda: 0,
+        device_count=lambda: 1,
     )
 
 
@@ -70,7 +85,7 @@ def test_a_process_that_uses_no_device_tells_of_the_host(
     "devices",
     [
         {"cuda": device(False), "npu": device(True, STATISTICS)},
-        {"cuda": device(True, STATISTICS), "npu": device(True)},
+        {"npu": device(True, STATISTICS), "cuda": device(True)},
     ],
     ids=["npu", "the first of both"],
 )

@@ -12,7 +12,9 @@ import multiprocessing
 import multiprocessing.util
 import os
 import threading
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -84,6 +86,7 @@ class Session:
         self.identity: WorkerIdentity | None = None
         self.reporter = HangReporter(NO_LOOKS, "", "", lambda: [])
         total_spans(None)
+        self._owners: list[Callable[[], object]] = []
         self._busy: dict[str, Busy] = {}
         self._engine_marks = MarkReader()
         self._capture: Capture | None = None
@@ -122,11 +125,17 @@ class Session:
                 total_spans(self.sums.spans)
         self._registered[identity.name] = self._prepared_role(identity, None)
 
+    def owns(self, worker: object) -> None:
+        """Let the parts of this process's memory be those of the modules of a worker."""
+        with suppress(TypeError):  # a class with slots may have no weak references
+            self._owners.append(weakref.ref(worker))
+
     def keep_every_step(self, options: WatchOptions) -> None:
         """Record the stages of all steps from now on, if the watch is switched on."""
         with self._lock:
             if options.enable and self.sums is None:
                 self.sums = StageSums(options.steps * STAGES_OF_A_STEP)
+                self.sums.memory.owners = self._owners
                 self._pass_stages_to(self._capture)
 
     def read_watch(self, identity: WorkerIdentity, question: WatchQuestion) -> WatchReading | None:

@@ -392,6 +392,8 @@ class SpanLog:
             if parent is None:
                 stage.sums = sums
                 sums.open[id(stage)] = stage
+                if sums.memory.last:
+                    sums.memory.begins(stage)
             elif parent.name == WEIGHT_SYNC != name:
                 stage.sums = sums.spans
         return stage

@@ -18,6 +18,7 @@ import msgspec
 from verl_profiling.commands import add_json, show
 from verl_profiling.engines import DISTRIBUTIONS
 from verl_profiling.errors import ToolUnavailableError
+from verl_profiling.files.device_clocks import unread_clocks
 from verl_profiling.files.host_use import cpu_pressure, unread
 from verl_profiling.files.machine import injected_cupti, memory_limit
 from verl_profiling.settings.config import load_tool
@@ -97,6 +98,7 @@ def _accelerators() -> Iterator[Diagnosis]:
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     yield Diagnosis("accelerators", ", ".join(names) or "no CUDA or ROCm device")
+    yield Diagnosis("device clocks", unread_clocks() or "read by NVML")
     if wrong := injected_cupti():
         yield Diagnosis("CUPTI", wrong, problem=True)
 

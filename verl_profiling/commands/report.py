@@ -32,6 +32,7 @@ from verl_profiling.files.opener import naming, whole_file
 from verl_profiling.files.run_files import known_run
 from verl_profiling.report.console import fitting_console
 from verl_profiling.report.findings import OWN_COST, USUAL
+from verl_profiling.report.hand_offs import hand_off_sentence
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_table import print_run
 from verl_profiling.report.tables import TABLES
@@ -182,6 +183,8 @@ def _print_run(view: RunView, reports: Sequence[Report]) -> None:
         print(visible(f"watch of {view.run}: {view.hangs or watch_sentence(view.watch)}"))
         if view.start_up is not None:
             print(visible(f"start-up: {view.start_up.sentence()}"))
+        if least := hand_off_sentence(view.watch):
+            print(visible(f"device memory: {least}"))
     if view.watch:
         print_run(list(map(seconds_of, view.watch)), _WATCHED, console)
     else:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.watch.exposed import exposed_in
+from verl_profiling.watch.hand_offs import add_device_memory
 from verl_profiling.watch.idle import idle_in, made_in
 from verl_profiling.watch.lessons import lessons_in
 from verl_profiling.watch.savings import times_in
@@ -33,5 +34,6 @@ def judge(summaries: Sequence[StepSummary], has_workers: bool, roles: Collection
         summary.helps = step_times.largest() if step_times is not None else None
         summary.add_up()
         summary.lessons = lessons_in(summary)
+        add_device_memory(summary)
         if summary.spans:
             summary.samples, summary.tokens = made_in(summary)

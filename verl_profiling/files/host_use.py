@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from verl_profiling.files.device_clocks import DeviceClock
 from verl_profiling.files.machine import (
     available_bytes,
     cgroups,
@@ -56,6 +57,7 @@ class ProcessUse(msgspec.Struct, frozen=True, gc=False, array_like=True):
         no_cpu: Share of the time since the last reading in which a thread of Python was ready to
             run, and got no CPU; ``None`` if unknown.
         why: Why it got none, as a clause; empty if unknown.
+        clock: The clock of its device; ``None`` if unknown.
     """
 
     at_ns: int = 0
@@ -65,6 +67,7 @@ class ProcessUse(msgspec.Struct, frozen=True, gc=False, array_like=True):
     children: Count = 0
     no_cpu: float | None = None
     why: str = ""
+    clock: DeviceClock | None = None
 
 
 class MachineUse(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -140,11 +143,15 @@ class HostReader:
         if not waited_ns:
             return None, ""
         most_ns = max(waited_ns)
-        why = "other processes used the CPUs"
-        if throttled_ns >= _MATTERS * most_ns > 0:
+        # The kernel adds up the throttled time of all CPUs, of which this thread waited on one.
+        if throttled_ns >= _MATTERS * most_ns * (os.cpu_count() or 1) > 0:
             why = "its container had used up its limit of CPU time"
         elif stolen_ns >= _MATTERS * most_ns > 0:
             why = "the hypervisor gave the CPUs to other machines"
+        elif throttled_ns >= _MATTERS * most_ns > 0:
+            why = ""  # this thread was throttled, or others were, on other CPUs
+        else:
+            why = "other processes used the CPUs"
         return min(1.0, most_ns / since_ns), why
 
 

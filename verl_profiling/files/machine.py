@@ -25,8 +25,6 @@ from verl_profiling.units import byte_size
 
 logger = logging.getLogger(__name__)
 
-_DEVICES = ("cuda", "npu")  # modules of torch with an allocator that counts
-
 VARIABLE = "NVTX_INJECTION64_PATH"
 """Environment variable with the library that NVTX loads at the first range of a process."""
 
@@ -65,24 +63,6 @@ def process_peak_bytes() -> int:
     since its start or the last reset.
     """
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT_BYTES
-
-
-def process_memory() -> tuple[int, int]:
-    """Return peak and current memory of this process, in bytes; 0 for an unknown value.
-
-    On a device: the bytes that torch's allocator has allocated, and their peak since the process
-    began or the program reset torch's peak statistics. On the host: the resident memory of this
-    process without shared pages, and the kernel's peak of all its resident memory. Nothing is reset
-    or imported here.
-    """
-    torch = sys.modules.get("torch")
-    for name in _DEVICES:
-        device = getattr(torch, name, None)
-        with suppress(Exception):  # another torch, or a failed device; training reports it
-            if device is not None and device.is_initialized():
-                allocated = device.memory.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
-                return allocated["peak"], allocated["current"]
-    return process_peak_bytes(), own_bytes() or 0
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:

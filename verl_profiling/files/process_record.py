@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.files.device_use import DeviceUse
 from verl_profiling.files.host_use import MachineUse, ProcessUse
 from verl_profiling.files.opener import UNDECODABLE, read_small, reading
 from verl_profiling.identity import ProcessId, safe_name
@@ -75,6 +76,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
         stage: Its open outermost stage; empty for none.
         use: Its memory and its waits for a CPU.
         machine: The memory of its machine.
+        device: The memory of its device; ``None`` if it has used none.
         oom_kills: Processes of the container that had been killed for memory at its last reading.
         gone: Processes of this machine that it saw die.
         end: Its end, or its last failure.
@@ -88,6 +90,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     stage: str = ""
     use: ProcessUse = ProcessUse()
     machine: MachineUse | None = None
+    device: DeviceUse | None = None
     oom_kills: Count = 0
     gone: list[Gone] = []
     end: End | None = None

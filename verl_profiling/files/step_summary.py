@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from struct import iter_unpack
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -94,6 +94,54 @@ class GroupSum(msgspec.Struct, gc=False, array_like=True):
     times_ns: dict[str, Duration]
 
 
+BEGIN, END, INSIDE = 0, 1, 2
+"""Whether a device was read at the begin or the end of a stage, or meanwhile."""
+
+
+class DeviceReading(NamedTuple):
+    """A row of :class:`DeviceReadings`; ``parts`` are of the order of ``device_use.PARTS``, and
+    zeros if unknown.
+    """
+
+    at_ns: int
+    stage: str
+    edge: int
+    free_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_bytes: int
+    parts: tuple[int, ...]
+
+
+class DeviceReadings(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """The readings of a process's device in a step.
+
+    Attributes:
+        device: Name of the device, the same in each process of its machine.
+        pid: The process.
+        total_bytes: Memory of the device; 0 if this, and what is free, is unknown.
+        stages: Names of stages, one per line.
+        rows: The readings as rows of 64-bit numbers, of which the second one is a line of
+            ``stages``, and the last ones are the parts.
+    """
+
+    device: str
+    pid: int
+    total_bytes: Count
+    stages: str
+    rows: bytes
+
+    def each(self) -> Iterator[DeviceReading]:
+        """Yield the readings in order."""
+        names = self.stages.split("\n")
+        for at_ns, number, edge, free, allocated, reserved, peak, *parts in iter_unpack(
+            "10q", self.rows
+        ):
+            yield DeviceReading(
+                at_ns, names[number], edge, free, allocated, reserved, peak, tuple(parts)
+            )
+
+
 class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     """How one process spent one step: its stages, memory, spans and counters.
 
@@ -122,6 +170,7 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
         host_use: The last reading of the process and of its machine; as ``counts``, of the last
             step only.
         groups: The groups whose last trajectory of the process ended in the step.
+        device: The readings of its device; ``None`` if it has used none.
     """
 
     lane: str
@@ -139,6 +188,7 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
     work: dict[str, Work] | None = None
     host_use: tuple[ProcessUse, MachineUse] | None = None
     groups: tuple[GroupSum, ...] = ()
+    device: DeviceReadings | None = None
 
     def each_run(self) -> Iterator[tuple[str, int, int, int]]:
         """Yield the rows of ``runs``: name of the stage, begin, end, and time in it (ns)."""
@@ -200,6 +250,84 @@ class RoleMemory(msgspec.Struct, kw_only=True, omit_defaults=True):
     held_bytes: Count | None = None
     kinds: dict[str, Count] = {}
     no_cpu: float | None = None
+
+
+class DeviceHolder(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Who holds memory of a device.
+
+    Attributes:
+        lane: The process; empty for all that no watched process's allocator holds: an engine, a
+            neighbour, and what is not torch's, such as contexts and NCCL.
+        held_bytes: What it holds.
+        cached_bytes: The part of it that torch's allocator has, and no tensor.
+        parts: Parts of what its tensors have, e.g. ``optimizer``, as far as known.
+    """
+
+    lane: str
+    held_bytes: Count
+    cached_bytes: Count = 0
+    parts: dict[str, Count] = {}
+
+
+class Overlap(msgspec.Struct, frozen=True):
+    """Memory that two holders had at once, above the least that each one had in the step.
+
+    Attributes:
+        holder: The first holder, when it was most.
+        other: Lane of the second one.
+        size_bytes: How much both had.
+        least_ns: Time between the first and the last reading at which both had half of it.
+        most_ns: Time between the readings around these, at which they had less.
+    """
+
+    holder: DeviceHolder
+    other: str
+    size_bytes: Count
+    least_ns: Duration
+    most_ns: Duration
+
+
+class HandOff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The moment of a step at which the least memory of a device was free.
+
+    Attributes:
+        lane: The process that read it.
+        before: The last stage of the process; empty for none.
+        after: Its next stage; the same one if it was in a stage.
+        free_bytes: Free memory of the device.
+        total_bytes: Memory of the device.
+        holders: Who held it, the largest first.
+        unread: Processes on the device that were not read then.
+        overlap: What was held twice on the device in the step.
+    """
+
+    lane: str
+    before: str = ""
+    after: str = ""
+    free_bytes: Count
+    total_bytes: Count
+    holders: list[DeviceHolder] = []
+    unread: list[str] = []
+    overlap: Overlap | None = None
+
+
+class StageDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of the device that the processes of a role had allocated in a stage, of the process
+    with most.
+
+    Attributes:
+        role: The role.
+        stage: The stage.
+        begin_bytes: At its first begin; ``None`` if that was not read.
+        end_bytes: At its last end; ``None`` if that was not read.
+        peak_bytes: The peak, if the stage was the first to reach it; else the highest reading.
+    """
+
+    role: str
+    stage: str
+    begin_bytes: Count | None
+    end_bytes: Count | None
+    peak_bytes: Count
 
 
 class Idle(msgspec.Struct, frozen=True):
@@ -265,6 +393,8 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         exposed: Exposed times, in order of the stages.
         memory: Memory by role.
         machines: Memory of the machines of the processes, of steps with a reading.
+        devices: Memory of devices by role and stage.
+        hand_off: When the least memory of a device was free; ``None`` without a reading.
         spans: Totals of trajectories and spans, the longest first.
         background: Names of stages that overlap the steps, such as generation in an asynchronous
             loop.
@@ -298,6 +428,8 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     exposed: list[ExposedStage] = []
     memory: list[RoleMemory] = []
     machines: list[MachineUse] = []
+    devices: list[StageDevice] = []
+    hand_off: HandOff | None = None
     spans: list[SpanTotal] = []
     background: tuple[str, ...] = ()
     captured: str = ""

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from verl_profiling.files.hang_stacks import HANGS, HangStacks, ended_hang, read_stacks
 from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.report.hand_offs import DEVICES, hand_off_sentence
 from verl_profiling.report.health import Event, Health, events, health
 from verl_profiling.report.html import document, figures_section, section, table
 from verl_profiling.report.run_steps import (
@@ -81,8 +82,9 @@ def render_run(
         lines = "".join(f"<li>{_text(line)}</li>" for line in waits(steps[-1]))
         note = f"In step {steps[-1].step}."
         content += section("Who waits for whom", f"<ul>{lines}</ul>" * bool(lines), note)
+        notes = {DEVICES: hand_off_sentence(steps)}
         for title, rows in tables_of(steps[-_RECENT:]).items():
-            content += section(title, _html(title, rows))
+            content += section(title, _html(title, rows), notes.get(title, ""))
         content += latest_steps(steps[-LATEST:], bars[-LATEST:])
     content += _start_up(view.start_up)
     content += _attempts(view.run, attempts)

@@ -24,6 +24,7 @@ from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.level_shifts import MATTERS, Series, noticed_from
 from verl_profiling.manifest import MANIFEST_NAME, ManifestState, RunInfo
 from verl_profiling.report.console import WIDTH, table_of
+from verl_profiling.report.hand_offs import DEVICES, device_table, hand_off_sentence
 from verl_profiling.report.watch_sentences import axis_top, counted, short_of_cpu, sparkline, waits
 from verl_profiling.steps.deaths import Death
 from verl_profiling.steps.inputs import step_folders
@@ -249,6 +250,8 @@ def watch_frame(view: RunView, footer: str = "") -> Constrain:
         lines.append(_line("No step has ended yet."))
     if view.start_up is not None:
         lines += [Text(), Text(f"start-up: {visible(view.start_up.sentence())}")]
+    if least := hand_off_sentence(view.watch):
+        lines += [Text(), Text(f"device memory: {visible(least)}")]
     lines += [Text(), _line((_captures_line(view), "bold"))]
     lines.extend(_line(f"  {folder}: {trigger}") for folder, trigger in view.latest.items())
     lines.extend(_noticed(view.watch, view.latest.values()))
@@ -313,7 +316,7 @@ def _drawn(view: RunView) -> Iterator[Text | Table]:
         yield _line((cpu, "yellow"))
     if view.varying:
         yield _line(_varying_sentence(view.varying))
-    for table in (_span_table(steps), _memory_table(steps)):
+    for table in (_span_table(steps), _memory_table(steps), device_table(steps)):
         if table.row_count:
             yield Text()
             yield table
@@ -329,6 +332,7 @@ def tables_of(steps: Sequence[StepSummary]) -> dict[str, Table]:
         "Time by stage": _stage_table(steps),
         "Spans": _span_table(steps),
         "Memory": _memory_table(steps),
+        DEVICES: device_table(steps),
     }
 
 

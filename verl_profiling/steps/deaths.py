@@ -32,12 +32,16 @@ from verl_profiling.units import byte_size
 LOOP = "controller"
 _FULL = (ENOSPC, EDQUOT)
 _ENGINE_GONE = {"EngineDeadError", "EngineGenerateError"}
+_DEVICE_FULL = "out of device memory"
 _RAY_KILLED = {"OutOfMemoryError", "NodeDiedError"}
 _FOLLOWS = re.compile(
     r"Connection (?:closed|reset)|Broken ?[Pp]ipe|^EOFError|remote process exited|ActorDiedError"
     r"|ActorUnavailableError|WorkerCrashedError|WorkerLostError|ConnectionRefused|Socket closed"
 )
 """Errors that say that another process is gone, and not which one went first."""
+
+_OUT_OF_MEMORY = re.compile(r"(?:CUDA|HIP|NPU)(?: [Ee]rror)?:? ?out of memory")
+"""Errors of torch, of its Ascend extension, and of vLLM's allocator, which maps memory itself."""
 
 _LATE = re.compile(r"[Tt]imed out|[Tt]imeout")
 _IN_A_COLLECTIVE = re.compile(
@@ -52,8 +56,8 @@ class Death(msgspec.Struct, frozen=True):
 
     Attributes:
         lane: Its lane; empty if unknown.
-        kind: ``killed for memory``, ``exception``, ``collective``, ``engine gone``, ``disk full``,
-            ``signal`` or ``not known``.
+        kind: ``out of device memory``, ``killed for memory``, ``exception``, ``collective``,
+            ``engine gone``, ``disk full``, ``signal`` or ``not known``.
         step: The step; ``None`` if unknown.
         stage: The stage; empty for none.
         code: The line of user code.
@@ -142,18 +146,21 @@ class _Story:
     def death(self) -> Death:
         """Return who went first; the first rule that fits holds."""
         gone = self._gone
-        if not self._failed:
-            if gone is None:
-                return self._silent()
-            return self._killed(gone)
+        # An exception that leaves the loop is written down: it had handled all before.
+        was_killed = not self.is_fatal and any(r.end is None for r in self._loops())
+        if not self._failed or was_killed:
+            death = self._silent() if gone is None else self._killed(gone)
+            before = [f"; before, {r.lane} had raised {_end(r).error}" for r in self._failed[:1]]
+            return replace(death, what="".join([death.what, *before]))
         first = self._failed[0]
         end = _end(first)
         # The survivor of a connection may raise a moment before it sees that the other one is dead.
         if gone is not None and (gone.at_ns < end.at_ns or _FOLLOWS.search(end.error)):
             return self._killed(gone)
-        late = self._late()
-        if late is not None:
-            return late
+        return self._late() or self._raised(first, end)
+
+    def _raised(self, first: ProcessRecord, end: End) -> Death:
+        """Return the death by the first exception."""
         who = first
         named = [record for record in self._records if record.process.pid == end.pid]
         if len(named) == 1:
@@ -164,13 +171,19 @@ class _Story:
             what = f"{first.lane} saw {end.error}, and no other process left anything"
             return Death(step=self._step, what=what)
         what = end.error
-        if not _RAY_KILLED.isdisjoint(end.types):
+        kind = _kind_of(end)
+        if kind == _DEVICE_FULL:
+            what += self._device_of(who)
+        elif not _RAY_KILLED.isdisjoint(end.types):
             what += f"; {self._holder()}"
-        return Death(who.lane, _kind_of(end), self._step, self._stage, end.code, what)
+        return Death(who.lane, kind, self._step, self._stage, end.code, what)
 
     def _killed(self, gone: Gone) -> Death:
         """Return the death of a process that left nothing."""
-        record = next(dead for dead in self._records if _key(dead) == (gone.lane, gone.pid))
+        key = gone.lane, gone.pid
+        record = next((dead for dead in self._records if _key(dead) == key), None)
+        if record is None:
+            return Death(step=self._step, what=f"{gone.lane} died, and its record is unreadable")
         kind, what = "signal", f"killed by signal {gone.signal}"
         if record.role == ROLLOUT_ROLE:
             kind = "engine gone"
@@ -193,11 +206,9 @@ class _Story:
                 if "has not entered" in hang.reason:
                     kind = "collective"
                 return Death(hang.lane, kind, last.step, hang.stage, what=what)
-        loops = [record for record in self._records if record.step is not None]
         silent = [record for record in self._records if record.end is None]
         # A controller would have raised if a worker had died first; a rank may be ended before it.
-        if len(loops) == 1 and loops[0].lane == LOOP:
-            silent = loops
+        silent = self._loops() or silent
         if len(silent) != 1:
             names = ", ".join(map(attrgetter("lane"), silent)) or "every process"
             return Death(step=self._step, what=f"no process raised, and {names} left no end")
@@ -206,6 +217,11 @@ class _Story:
         if record.process.clock_domain == clock.domain():
             kills = max(0, oom_kills() - record.oom_kills)
         return self._killed(Gone(0, record.lane, record.process.pid, oom_kills=kills))
+
+    def _loops(self) -> list[ProcessRecord]:
+        """Return the record of the loop, unless its ranks are several processes."""
+        loops = [record for record in self._records if record.step is not None]
+        return loops if len(loops) == 1 and loops[0].lane == LOOP else []
 
     def _late(self) -> Death | None:
         """Return the rank that had not entered a collective, while the others waited in vain."""
@@ -220,6 +236,28 @@ class _Story:
         [late] = missing
         what = f"it had not entered the collective of the others: {end.error}"
         return Death(late.lane, "collective", self._step, late.stage or self._stage, what=what)
+
+    def _device_of(self, failed: ProcessRecord) -> str:
+        """Return a clause on who held the memory of a process's device; empty if unknown."""
+        use = failed.device
+        if use is None or not use.total_bytes:
+            return ""
+        holders = []
+        others = use.total_bytes - use.free_bytes
+        for record in self._records:
+            device = record.device
+            if device is None or device.device != use.device:
+                continue
+            others -= device.reserved_bytes
+            parts = [f"{name} {byte_size(size)}" for name, size in device.parts.items() if size]
+            parts.append(f"cached {byte_size(device.reserved_bytes - device.allocated_bytes)}")
+            held = f"{record.lane} held {byte_size(device.reserved_bytes)} ({', '.join(parts)})"
+            age_s = abs(use.at_ns - device.at_ns) / 1e9
+            holders.append(held if record is failed else f"{held} {age_s:.1f} s from then")
+        if others >= 0:
+            holders.append(f"others {byte_size(others)}")
+        free = f"{byte_size(use.free_bytes)} of {byte_size(use.total_bytes)} was free"
+        return f"; {free}; {', '.join(holders)}"
 
     def _holder(self) -> str:
         """Return a clause on who held the memory."""
@@ -267,6 +305,8 @@ def _end(record: ProcessRecord) -> End:
 
 def _kind_of(end: End) -> str:
     """Return the class of an exception."""
+    if _OUT_OF_MEMORY.search(end.error):
+        return _DEVICE_FULL
     if end.errno in _FULL or "No space left on device" in end.error:
         return "disk full"
     if not _ENGINE_GONE.isdisjoint(end.types):

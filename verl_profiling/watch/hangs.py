@@ -181,10 +181,15 @@ class HangReporter:
 
     def record(self) -> None:
         """Read memory and CPU of this process for the watch, and for the time after its death."""
-        if self.recorder is not None:
-            use = self.recorder.read(self.stages())
-            for sums in self._sums():
-                sums.use = use
+        if self.recorder is None:
+            return
+        stages = self.stages()
+        for sums in self._sums():
+            if sums.memory.last is not None:
+                self.recorder.memory = sums.memory
+        use = self.recorder.read(stages)
+        for sums in self._sums():
+            sums.use = use
 
     def last_ns(self) -> int:
         """Return when a stage or span began or ended last, or when a new token was seen first."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from heapq import nlargest
+from statistics import median
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -50,6 +51,7 @@ _STEADY = 0.7
 
 _TOGETHER = 0.5  # share of the largest growth from which a holder may be its cause
 _MORE_THAN_PEERS = 2.0
+_SLOW_CLOCK = 0.95  # of the others' clock; boards of one type differ by less
 
 
 class _Holder(NamedTuple):
@@ -226,7 +228,8 @@ class HostUses:
             self._last[use.lane] = use.host_use[0]  # type: ignore[index]
 
     def explained(self, suspicion: Suspicion) -> Suspicion:
-        """Return a suspicion whose reason says which suspect got no CPU, instead of computing.
+        """Return a suspicion whose reason says which suspect got no CPU, instead of computing, or
+        has a throttled device.
 
         Without a suspect, it is the process of the stage that got the least; without a stage, of
         all.
@@ -247,8 +250,27 @@ class HostUses:
             said.append(f"{lane} was ready to run and got no CPU for {share:.0%} of the time")
             if others and share >= _MORE_THAN_PEERS * max(others):
                 said[-1] += f" (others: up to {max(others):.0%})"
-            said[-1] += f": {self._last[lane].why}"
+            said[-1] += f": {self._last[lane].why or 'it is not known why'}"
+        said += self._throttled(suspicion)
         return replace(suspicion, reason="; ".join([suspicion.reason, *said]))
+
+    def _throttled(self, suspicion: Suspicion) -> Iterator[str]:
+        """Yield a clause on each suspect whose device is throttled, and slower than the others."""
+        busy = {}
+        for lane, use in self._last.items():
+            if use.clock is not None and not use.clock.is_idle:
+                busy[lane] = use.clock
+        others = [clock.mhz for lane, clock in busy.items() if lane not in suspicion.suspects]
+        for lane in suspicion.suspects:
+            clock = busy.get(lane)
+            if clock is None or not clock.why or not others:
+                continue
+            usual = median(others)
+            if clock.mhz < _SLOW_CLOCK * usual:
+                yield (
+                    f"the device of {lane} ran at {clock.mhz:,} MHz (others: {usual:,.0f}): it is "
+                    f"throttled by {clock.why}"
+                )
 
 
 def _was_read(use: RankUse) -> bool:

@@ -77,6 +77,10 @@ def _memory(summary: StepSummary) -> dict[str, float]:
                 values[f"{PREFIX}memory/{role.role}/{name}_bytes"] = float(size)
         if role.no_cpu is not None:
             values[f"{PREFIX}no_cpu/{role.role}"] = role.no_cpu
+    for row in summary.devices:
+        values[f"{PREFIX}device/{row.role}/{row.stage}/peak_bytes"] = float(row.peak_bytes)
+    if summary.hand_off is not None:
+        values[f"{PREFIX}device/least_free_bytes"] = float(summary.hand_off.free_bytes)
     for machine in summary.machines:
         for name in ("used", "shared", "store", "cache"):
             size = getattr(machine, f"{name}_bytes")

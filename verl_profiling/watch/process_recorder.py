@@ -27,12 +27,14 @@ from traceback import walk_tb
 from msgspec.structs import replace
 
 from verl_profiling import clock
+from verl_profiling.files.device_clocks import Clocks
 from verl_profiling.files.host_use import HostReader, MachineUse, ProcessUse, machine_use, oom_kills
 from verl_profiling.files.opener import make_folder
 from verl_profiling.files.process_record import RECORDS, End, Gone, ProcessRecord, read_records
 from verl_profiling.files.run_files import write_json_atomically
-from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.files.step_summary import END, StepSummary
 from verl_profiling.identity import ProcessId
+from verl_profiling.watch.stage_memory import StageMemory
 
 logger = logging.getLogger(__name__)
 
@@ -64,16 +66,19 @@ class ProcessRecorder:
     Attributes:
         folder: The folder of all records.
         open_step: Returns the open step of the loop, in the loop's process.
+        memory: Reads the device of the process; ``None`` if it has used none.
     """
 
     def __init__(self, folder: Path, lane: str, role: str) -> None:
         self.folder = folder
         self.open_step: Callable[[], StepSummary | None] = lambda: None
+        self.memory: StageMemory | None = None
         self._record = ProcessRecord(
             lane=lane, role=role, process=ProcessId.current(), oom_kills=oom_kills()
         )
         self._reader = HostReader(folder)
         self._written_ns = self._written_bytes = 0
+        self._clocks: Clocks | None = None
         self._noted: tuple[int, str] = (0, "")
         self._lock = threading.Lock()
         self._peers: threading.Thread | None = None
@@ -90,10 +95,16 @@ class ProcessRecorder:
         record, now_ns = self._record, clock.now_ns()
         step = self._step()
         size = use.own + use.shared + use.children
+        if self.memory is not None and (device := self.memory.polled(stage)) is not None:
+            record.device = device
+            if device.kind == "cuda":
+                self._clocks = self._clocks or Clocks()
+                use = replace(use, clock=self._clocks.of(device.device))
+            size += device.total_bytes - device.free_bytes
         is_new = (stage, step) != (record.stage, record.step)
         is_new |= abs(size - self._written_bytes) > _CHANGED * self._written_bytes
-        record.use, record.machine, record.stage, record.step = use, machine, stage, step
-        record.at_ns, record.oom_kills = now_ns, oom_kills()
+        record.machine, record.stage, record.step = machine, stage, step
+        record.use, record.at_ns, record.oom_kills = use, now_ns, oom_kills()
         if is_new or now_ns - self._written_ns > _AGAIN_NS:
             self._written_bytes = size
             self._write()
@@ -107,7 +118,11 @@ class ProcessRecorder:
         return use, machine
 
     def end(self) -> None:
-        """End the thread that follows other processes, as training is over."""
+        """End the reading of clocks, and the thread that follows other processes, as training is
+        over.
+        """
+        if self._clocks is not None:
+            self._clocks.end()
         with self._lock:  # so that the thread does not close the descriptor before
             thread = self._peers
             if thread is None or not thread.is_alive():
@@ -120,7 +135,9 @@ class ProcessRecorder:
         reading; empty if it did, or if unknown.
         """
         use = self._record.use
-        return f" (it gets no CPU: {use.why})" if (use.no_cpu or 0.0) > _MOST else ""
+        if (use.no_cpu or 0.0) <= _MOST:
+            return ""
+        return f" (it gets no CPU: {use.why or 'it is not known why'})"
 
     def failed(self, error: BaseException, stage: str, is_fatal: bool) -> None:
         """Write down an exception that leaves a stage or the loop, once."""
@@ -141,6 +158,8 @@ class ProcessRecorder:
         pid = _PID_OF_RAY.search(str(error)) if type(error).__module__.startswith("ray") else None
         errnos = [getattr(one, "errno", None) for one in chain]
         self._record.step = self._step()
+        if self.memory is not None:  # what the frames of the traceback hold is not freed yet
+            self._record.device = self.memory.read(stage, END)
         self._record.end = End(
             at_ns=now_ns,
             error=line,

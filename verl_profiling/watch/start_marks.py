@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from verl_profiling.files.engine_marks import MarkReader
 from verl_profiling.files.process_marks import taken_marks
-from verl_profiling.watch.sums import Begun, StageSums
+from verl_profiling.watch.sums import StageSums
 
 
 def add_marks(sums: StageSums, until_ns: int) -> None:
@@ -16,7 +16,7 @@ def add_marks(sums: StageSums, until_ns: int) -> None:
     """
     for name, begin_ns, end_ns in taken_marks():
         if end_ns <= until_ns:
-            sums.end(Begun(name, begin_ns), end_ns)
+            sums.ended.append((name, begin_ns, end_ns, 0, 0))  # its memory is not that of now
 
 
 def add_engine_marks(reader: MarkReader, sums: StageSums) -> None:
@@ -25,4 +25,4 @@ def add_engine_marks(reader: MarkReader, sums: StageSums) -> None:
         if mark.is_of_step:
             sums.spans.add(mark.name, mark.begin_ns, mark.end_ns, failed=False)
         else:
-            sums.end(Begun(mark.name, mark.begin_ns), mark.end_ns)
+            sums.ended.append((mark.name, mark.begin_ns, mark.end_ns, 0, 0))

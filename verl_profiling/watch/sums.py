@@ -18,12 +18,12 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.files.host_use import MachineUse, ProcessUse
-from verl_profiling.files.machine import process_memory
 from verl_profiling.files.step_summary import OTHERS, Period, RankUse, SpanTotal
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import GC, MAX_NS, WEIGHT_SYNC, Work
 from verl_profiling.watch.collectives import collectives_in
 from verl_profiling.watch.lessons import MOST_ENDED, EndedTrajectories
+from verl_profiling.watch.stage_memory import StageMemory
 
 STAGES_OF_A_STEP = 16
 """Number of ended outermost stages that a process keeps for each step that the watch keeps."""
@@ -40,14 +40,6 @@ further names are summed as ``OTHERS``.
 
 MOST_SLICES = 512
 """Maximum number of time slices of span sums; at this number, neighbours are merged."""
-
-LONG_NS = 20_000_000
-"""After a stage of this length or longer, memory is always read."""
-
-PAUSE_NS = 50_000_000
-"""Minimum time between memory readings, after a short stage named like the one before the last
-reading; ten times as long after other short stages.
-"""
 
 _LONGEST_NAME = 200
 _SHORTEST_SLICE_NS = 20_000_000  # doubled whenever the slices are too many
@@ -141,6 +133,7 @@ class StageSums:
         tokens: Functions whose value changes when an engine makes a token: the engine makes
             progress.
         use: The last reading of the process and of its machine; ``None`` before.
+        memory: Its memory after each stage, and that of its device.
     """
 
     def __init__(self, most: int) -> None:
@@ -150,19 +143,14 @@ class StageSums:
         self.given: deque[StageWithWork] = deque(maxlen=most)
         self.tokens: list[Callable[[], object]] = []
         self.use: tuple[ProcessUse, MachineUse] | None = None
-        self._measured_ns, self._measured_after = 0, ""
+        self.memory = StageMemory()
         self._since_ns = clock.now_ns()
 
     def end(self, stage: Begun, end_ns: int) -> None:
         """Record an outermost stage that has ended."""
         self.open.pop(id(stage), None)
         name, begin_ns = stage.name, stage.begin_ns
-        peak = held = 0
-        waited_ns = abs(end_ns - self._measured_ns)  # the clock may be set back
-        pause_ns = PAUSE_NS if name == self._measured_after else 10 * PAUSE_NS
-        if end_ns - begin_ns >= LONG_NS or waited_ns >= pause_ns:
-            peak, held = process_memory()
-            self._measured_ns, self._measured_after = end_ns, name
+        peak, held = self.memory.ended(name, begin_ns, end_ns)
         self.ended.append((name, begin_ns, max(begin_ns, end_ns), peak, held))
 
     def last_ns(self) -> int:
@@ -197,6 +185,7 @@ class StageSums:
         groups = self.spans.ended.of_steps(steps, ahead_ns)
         entered = collectives_in(steps, ahead_ns) if collectives else [None] * len(steps)
         given = self._given_in(steps, ahead_ns) if steps else []
+        devices = self.memory.of_steps(steps, ahead_ns)
         uses: list[RankUse | None] = []
         for at, (_, end_ns) in enumerate(steps):
             if end_ns < self._since_ns - ahead_ns:
@@ -217,6 +206,7 @@ class StageSums:
                 work=given[at],
                 host_use=self.use if is_last else None,
                 groups=groups[at],
+                device=devices[at],
             )
             uses.append(use)
         return uses

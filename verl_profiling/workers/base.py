@@ -89,6 +89,7 @@ class CaptureMixin:
         identity = value_of(WorkerIdentity, fields, "init_capture")
         if settings.enable:
             process_session().register(settings, identity)
+            process_session().owns(self)
         self._capture_roles = {**self._capture_roles, role: (identity, settings.enable)}
 
     @property

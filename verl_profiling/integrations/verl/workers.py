@@ -225,6 +225,8 @@ def _init_capture(self: Any, settings: ProfilingConfig, role: str) -> list[str]:
     """Set this worker up for ``role``; return sentences on data that is not recorded, and why."""
     engine = self.engine if hasattr(self, "engine") else (self.actor or self.ref).engine
     _mark_weight_sync(self, engine)
+    if settings.enable:
+        process_session().owns(self)
     if engine.engine_config.strategy == "megatron":
         self._verl_profiling = MegatronCaptureMixin()
         self._verl_profiling.init_capture(settings, role=role)
