@@ -19,6 +19,7 @@ from verl_profiling.files.run_files import read_manifest
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_log import WatchLogReader
 from verl_profiling.manifest import Manifest
+from verl_profiling.numbers.given_work import NO_WORK
 from verl_profiling.watch.log_writer import PREFIX
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]
@@ -224,7 +225,11 @@ class TestSynchronous:
         assert {a.stage for worker in manifest.workers for a in worker.artifacts} == {
             "update_actor"
         }
-        suspects = open_step(run.run.save_path / captured[step]).to_frame("suspects")
+        analysed = open_step(run.run.save_path / captured[step])
+        [slow] = [row for row in analysed.report().stragglers if row.stage == "update_actor"]
+        assert slow.slowest.startswith("actor_rank1")
+        assert slow.fitted not in ("", NO_WORK)  # the data, the machine, or why neither is told
+        suspects = analysed.to_frame("suspects")
         [row] = suspects[
             (suspects.kind == "stage") & (suspects.name == "update_actor")
         ].itertuples()
