@@ -19,6 +19,7 @@ import msgspec
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.files.opener import make_folder, real_folder, whole_file
 from verl_profiling.files.run_files import EventFile
+from verl_profiling.manifest import NUMBER_BYTES
 from verl_profiling.numbers.columns import sum_of
 from verl_profiling.report.model import Report
 from verl_profiling.report.tables import TABLES, fields_of, flat_rows
@@ -141,6 +142,8 @@ def scalars(report: Report) -> Iterator[tuple[str, float]]:
     yield from _work_and_limits(report)
     peaks: dict[str, float] = {}
     for measure in report.measures:
+        if measure.name == NUMBER_BYTES:  # which is no peak
+            continue
         name = f"peak/{measure.stage}/{measure.name}" if measure.stage else f"peak/{measure.name}"
         peaks[name] = max(measure.value, peaks.get(name, measure.value))
     yield from peaks.items()
