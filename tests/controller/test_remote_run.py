@@ -23,9 +23,12 @@ from test_watch import after_a_while
 from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
+from verl_profiling.commands.live_run import LiveRun
+from verl_profiling.files.mirror import Mirror
 from verl_profiling.files.run_files import read_manifest, read_run
 from verl_profiling.files.watch_log import WatchLogReader
 from verl_profiling.manifest import Manifest
+from verl_profiling.report.run_page import render_run
 from verl_profiling.steps.check import check
 
 
@@ -343,3 +346,33 @@ def test_the_log_of_the_watch_arrives_and_goes_on(
     logged = {step.step: step.captured for step in WatchLogReader(run).read()}
     assert logged == {1: "", 2: "step_000002", 3: "", 4: "step_000004", 5: ""}
     assert waiting(tmp_path) == []
+
+
+def test_a_hang_and_its_stacks_arrive_while_it_lasts(tmp_path: Path) -> None:
+    """On the page of who follows the run from elsewhere; when the step goes on, they go away, and
+    the stacks of the ended hang stay.
+    """
+    watch = {"enable": True, "every": 1, "hang_s": 1.0, "first_hang_s": 1.0}
+    config = settings(tmp_path, watch=watch, schedule={"steps": []})
+    mirror = Mirror("faulty://bucket/run", tmp_path / "followed")
+
+    def page() -> str:
+        mirror.fetch("none")  # at once, whenever it was fetched last
+        return render_run(LiveRun(mirror.folder).read(), [])
+
+    with ProfilingCallback(config) as callback:
+        for step in (1, 2):
+            callback.on_step_begin(step)
+            with callback.stage("update_actor"):
+                time.sleep(0.05)
+                if step == 2:
+                    assert after_a_while(
+                        lambda: any("hangs/loop.json" in name for name in Store.arrived), 30
+                    )
+                    assert "test_a_hang_and_its_stacks" in page()
+            callback.on_step_end()
+        assert after_a_while(
+            lambda: any("hangs/step_000002/" in name for name in Store.arrived), 30
+        )
+        assert after_a_while(lambda: ", ended" in page() and "Now: " not in page(), 30)
+    assert not (mirror.folder / "hangs" / "loop.json").exists()

@@ -356,7 +356,7 @@ class Decisions:
             self._watch.listeners.append(self._anomalies.listen)
         try:
             place = run.place.url or run.place.path
-            self._watch.log_into(run.path)
+            self._watch.log_into(run.path, run.publish)
             self._requests.open(place)
         except OSError as error:
             logger.warning(

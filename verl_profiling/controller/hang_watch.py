@@ -55,6 +55,7 @@ class HangWatch:
         loop: The watch of the loop.
         folder: The folder into which each process writes a file with its open stages.
         log: Writes the summary of a step as a line into the run's log.
+        publish: Uploads the log and the files of the hang, if the run is behind a URL.
         ranks: The connection to the other ranks of the loop, if it has several.
         ended: Set when training ends.
         hanging: The step that hangs, until it goes on.
@@ -64,6 +65,7 @@ class HangWatch:
     loop: Any  # controller.watch.Watch, which imports this module
     folder: Path
     log: Callable[[StepSummary], object]
+    publish: Callable[[], object] = lambda: None
     ranks: Ranks | None = None
     ended: threading.Event = field(default_factory=threading.Event)
     hanging: StepSummary | None = None
@@ -167,6 +169,7 @@ class HangWatch:
             self.hanging = step
             logger.warning("watch: %s; see %s", step.hangs, self.folder)
             self.log(msgspec.structs.replace(step))  # a copy, as the step may end meanwhile
+            self.publish()
 
     def _quiet_s(self, step: StepSummary) -> float:
         """Return for how long nothing has progressed, as far as the loop knows (s)."""
@@ -189,6 +192,7 @@ class HangWatch:
             logger.warning("watch: step %d goes on, %s after its begin", step.step, seconds)
             if step is self.loop.step:
                 self.log(msgspec.structs.replace(step, hang=None))
+            self.publish()
 
     def _keep_stacks(self, step: StepSummary) -> None:
         """Copy the files of the loop and of the process that it waited for, for the run's page."""

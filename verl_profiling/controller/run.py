@@ -30,6 +30,7 @@ from verl_profiling.controller.run_claim import RunPlace, claim_folder
 from verl_profiling.controller.spmd import Ranks
 from verl_profiling.controller.worker_calls import Waits, settle
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.files.hang_stacks import HANGS
 from verl_profiling.files.machine import no_room
 from verl_profiling.files.opener import make_folder, remove_file
 from verl_profiling.files.process_marks import START_UP
@@ -137,8 +138,18 @@ class Run:
         paths = [self.path / name for name in (RUN_NAME, START_UP, OLDER_WATCH_LOG, WATCH_LOG)]
         if folder is not None:
             paths.append(folder / MANIFEST_NAME)
+        hangs = self.path / HANGS
+        paths += sorted(hangs.rglob("*.json"))
         for path in filter(Path.exists, paths):
             self.background.submit(partial(self._put, path, url))
+        for path in [one for one in list(self._sent) if one.parent == hangs and not one.exists()]:
+            self.background.submit(partial(self._drop, path, url))
+
+    def _drop(self, path: Path, url: str) -> None:
+        """Remove the uploaded file of a process in a hang that is over."""
+        del self._sent[path]
+        with suppress(Exception):  # each file system raises errors of its own
+            RemoteFolder(url).remove(path.relative_to(self.path).as_posix())
 
     def _save(self, path: Path, content: _Content) -> None:
         self._given_up.pop(path, None)

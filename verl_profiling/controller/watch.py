@@ -138,11 +138,16 @@ class Watch:
         else:
             report_to_rank_0(ranks, self.who, self.sums)
 
-    def log_into(self, run: Path) -> None:
-        """Write the summaries into the run's folder until training ends."""
+    def log_into(self, run: Path, publish: Callable[[], object]) -> None:
+        """Write the summaries into the run's folder until training ends.
+
+        Args:
+            run: The run's folder on this host.
+            publish: Function that uploads its files, if the run is behind a URL.
+        """
         self._start_up.run = run
         self.logs = RunLogs(run, self.options.sinks or ())
-        self.hangs = HangWatch(self, run / HANGS, self.logs)
+        self.hangs = HangWatch(self, run / HANGS, self.logs, publish)
 
     def step_begins(self, step: int, policy_version: int | None = None) -> None:
         """Record the begin of a step and the end of the previous step."""

@@ -6,6 +6,8 @@ import re
 import time
 from pathlib import Path, PurePosixPath
 
+from verl_profiling.files.hang_stacks import HANGS
+from verl_profiling.files.opener import remove_file
 from verl_profiling.files.remote import RemoteFolder
 
 _LEAST_S = 1.0  # between two listings: a store may take a tenth of that
@@ -31,7 +33,9 @@ class Mirror:
         RemoteFolder(url)
 
     def fetch(self, step: str = "") -> None:
-        """Download what is new, and all files of a step; a file that was removed stays.
+        """Download what is new, and all files of a step.
+
+        Of files that were removed there, only those of a hang that is over are removed here.
 
         Args:
             step: Name of the step folder; empty for none.
@@ -40,7 +44,12 @@ class Mirror:
             return
         self._next_s = time.monotonic() + _LEAST_S
         remote = RemoteFolder(self._url)
-        for name, facts in remote.files().items():
+        files = remote.files()
+        for name in [name for name in self._known if name.startswith(f"{HANGS}/")]:
+            if name not in files:
+                del self._known[name]
+                remove_file(self.folder / name)
+        for name, facts in files.items():
             wanted = _OF_A_RUN.fullmatch(name) or (step and name.startswith(f"{step}/"))
             if wanted and self._known.get(name) != facts and ".." not in PurePosixPath(name).parts:
                 remote.get(name, self.folder / name)
