@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import numbers
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
+
+from msgspec.structs import replace
 
 from verl_profiling import clock
 from verl_profiling.files.trajectory_log import (
@@ -41,6 +45,7 @@ from verl_profiling.typed_values import Positive
 
 _LONGEST_TEXT = 200
 _MOST_FACTS = 50
+_EVERY_KEY = 1 << 32
 _LOOKED_THROUGH = 20_000  # latest spans in which the innermost span of a task is searched
 
 
@@ -50,8 +55,8 @@ class TrajectoriesOptions:
 
     Attributes:
         max_spans: Maximum number of spans that a process keeps in a capture, and also of
-            trajectories. Each takes about 400 bytes of memory. Further spans and trajectories are
-            only counted and reported.
+            trajectories. Each takes about 400 bytes of memory. Of more, a sample of whole groups
+            of trajectories is kept, over the whole time; the others are counted and reported.
     """
 
     max_spans: Positive = 200_000
@@ -102,12 +107,12 @@ class _TrajectoryRecording(Recording):
     def _written(self, artifact: Artifact) -> Artifact:
         log = self._log.close(self._destination.lane)
         size = write_log(self._destination.path(LOG_SUFFIX), log)
-        if not log.spans_left_out + log.trajectories_left_out:
+        if not self._log.left_out:
             return artifact.with_status("ok", bytes=size)
         reason = (
-            f"{log.spans_left_out:,} spans and {log.trajectories_left_out:,} trajectories after "
-            f"the first {self._log.max_spans:,} were left out; raise tools.trajectories.max_spans "
-            "to keep them"
+            f"the log is a sample of groups: {self._log.left_out[Span]:,} spans and "
+            f"{self._log.left_out[Trajectory]:,} trajectories were left out; raise "
+            "tools.trajectories.max_spans to keep them"
         )
         return artifact.with_status("truncated", reason, bytes=size)
 
@@ -115,9 +120,18 @@ class _TrajectoryRecording(Recording):
 class OpenLog:
     """The recorded spans and trajectories of a process, with bounded memory and no lock per span.
 
+    A full log is thinned: half of the groups stay, with all their trajectories and spans. The same
+    groups stay in each process, and they are from the whole time, as the first ones say nothing of
+    a rollout's end. A trajectory without a group, and a span outside trajectories with those inside
+    of it, is a group of its own. Groups that stay have whole trajectories, so what is counted as
+    left out in the file are the others, and the spans that even the last group has no room for.
+
     Args:
         max_spans: Maximum number of kept spans, and also of trajectories. In
             ``trajectories/spans.py``, it also bounds the counts.
+
+    Attributes:
+        left_out: Number of spans, and of trajectories, that are not in the log.
     """
 
     def __init__(self, max_spans: int) -> None:
@@ -129,7 +143,11 @@ class OpenLog:
         self._begin_ns = clock.now_ns()
         self._end_ns = 0
         self._threads: dict[int | None, int | None] = {}
-        self._left_out: Counter[type[Span]] = Counter()
+        self.left_out: Counter[type[Span]] = Counter()
+        self._partly = 0  # spans left out of trajectories that are in the log, or of none
+        self._limit = _EVERY_KEY
+        self._thinning = threading.Lock()
+        self._blockers: dict[int, Span] = {}
 
     def add(self, span: Span) -> None:
         """Add a span or trajectory at its begin, or if it was open at the begin of recording."""
@@ -137,20 +155,52 @@ class OpenLog:
         if facts:
             _shorten(facts)
         kept: list[Any] = self.trajectories if type(span) is Trajectory else self.spans
-        if len(kept) < self.max_spans:
+        if len(kept) >= self.max_spans:
+            with self._thinning:
+                if len(kept) >= self.max_spans:
+                    self._thin()
+        if self._limit < _EVERY_KEY and _key(_unit(span)) >= self._limit:
+            self._leave_out(span)
+        elif len(kept) < self.max_spans:
             kept.append(span)
         else:
-            self._left_out[type(span)] += 1
+            self.left_out[type(span)] += 1
+            self._partly += type(span) is Span
+
+    def _thin(self) -> None:
+        """Remove half of the groups, unless there is only one."""
+        parts: tuple[list[Any], ...] = (self.trajectories, self.spans)
+        known = [part[:] for part in parts]  # other threads may add some meanwhile
+        units = {id(unit): unit for unit in map(_unit, chain(*known))}
+        key_of = {number: _key(unit) for number, unit in units.items()}
+        keys = sorted({*key_of.values()})
+        if len(keys) < 2:
+            return
+        self._limit = keys[len(keys) // 2]
+        for part, spans in zip(parts, known, strict=True):
+            kept = []
+            for span in spans:
+                if key_of[id(_unit(span))] < self._limit:
+                    kept.append(span)
+                else:
+                    self._leave_out(span)
+            part[: len(spans)] = kept
+
+    def _leave_out(self, span: Span) -> None:
+        self.left_out[type(span)] += 1
+        self._partly += span.trajectory is None
 
     def span_of(self, task: object) -> int:
-        """Return the position of a task's innermost open span in ``spans``, or -1.
+        """Return a number of a task's innermost open span, or -1; :meth:`close` replaces it by the
+        number in the records.
 
         The thread that samples event loops calls this.
         """
         spans = self.spans
-        for number in reversed(range(max(0, len(spans) - _LOOKED_THROUGH), len(spans))):
-            if spans[number].task is task and not spans[number].end_ns:
-                return number
+        for span in reversed(spans[-_LOOKED_THROUGH:]):
+            if span.task is task and not span.end_ns:
+                self._blockers[id(span)] = span  # kept, as ids of what is gone are used again
+                return id(span)
         return NO_SPAN
 
     def end(self) -> None:
@@ -179,11 +229,11 @@ class OpenLog:
             loops=self.lag.loops(),
             trajectories=[self._trajectory(span, numbers) for span in trajectories],
             spans=[self._span(span, numbers) for span in spans],
-            blocks=self.lag.blocks,
+            blocks=[replace(one, span=numbers.get(one.span, NO_SPAN)) for one in self.lag.blocks],
             statuses=statuses_between(self._begin_ns, self._end_ns),
             counts=self.counts,
-            spans_left_out=self._left_out[Span],
-            trajectories_left_out=self._left_out[Trajectory],
+            spans_left_out=self._partly,
+            trajectories_left_out=self.left_out[Trajectory],
         )
 
     def _trajectory(self, trajectory: Trajectory, numbers: Mapping[int, int]) -> TrajectoryRecord:
@@ -234,6 +284,19 @@ def statuses_between(begin_ns: int, end_ns: int) -> list[StatusChange]:
         for new in [*later_statuses]
         if begin_ns <= new.at_ns <= end_ns
     ]
+
+
+def _unit(span: Span) -> Span:
+    """Return what stays or goes as a whole: the innermost trajectory, else the outermost span."""
+    while type(span) is not Trajectory and span.parent is not None:
+        span = span.parent
+    return span
+
+
+def _key(unit: Span) -> int:
+    """Return a number from 0 to 2**32 - 1 that is drawn by the group, else by the begin."""
+    group = _text(unit.group) if isinstance(unit, Trajectory) else ""
+    return zlib.crc32((group or str(unit.begin_ns)).encode())
 
 
 def _shorten(facts: dict[str, Any]) -> None:
