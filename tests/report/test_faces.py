@@ -64,7 +64,7 @@ def test_every_table_is_on_every_face(tmp_path: Path) -> None:
         assert rows, table.name
         assert len(csv_rows(tmp_path, table=table.name)) == len(rows)
         assert len(step.to_frame(table.name)) == len(rows)
-        if table.name != "devices":  # which are the lanes here
+        if table.rows_shown(report):  # else there is nothing to compare
             assert f"\n{table.title}" in text
             assert f'<section id="{table.title.lower().replace(" ", "-")}"' in page
     assert "<b>[red]" in text

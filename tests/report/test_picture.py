@@ -15,7 +15,7 @@ from verl_profiling.numbers.columns import OTHER_RANKS
 from verl_profiling.numbers.idle_causes import CAUSES
 from verl_profiling.numbers.stage_rows import PARTS
 from verl_profiling.report.colours import stage_class
-from verl_profiling.report.html import picture
+from verl_profiling.report.picture import picture
 
 
 def test_a_late_replica_stands_out(tmp_path: Path) -> None:
@@ -70,12 +70,12 @@ def test_each_replica_has_a_curve_of_its_requests(tmp_path: Path) -> None:
         Worker("rollout", replica=1, requests=[(0, 2, 1), (1, 2.5, 1)]),
     ]
     report = report_of(tmp_path, STAGES, engines, end=float(PARTS))
-    first, second = report.running
+    first, second = report.services
     assert report.timeline_begin_ns == 3_600 * 10**9
-    assert (first.worker, second.worker) == ("rollout0", "rollout1")
-    assert len(first.requests) == PARTS
-    assert first.requests[:5] == [0, 0, 0, 1, 0]
-    assert second.requests[:4] == [1, 2, 0.5, 0]
+    assert (first.name, second.name) == ("rollout0", "rollout1")
+    assert len(first.running) == PARTS
+    assert first.running[:5] == [0, 0, 0, 1, 0]
+    assert second.running[:4] == [1, 2, 0.5, 0]
 
 
 def test_a_rank_that_waits_in_a_collective_is_told_from_one_that_computes(tmp_path: Path) -> None:

@@ -519,18 +519,22 @@ class LostRow(PartRow, frozen=True):
     parts: dict[str, float] = {}
 
 
-class RunningRow(Struct, frozen=True):
-    """Number of a replica's running requests over time.
+class ServiceRow(Struct, frozen=True):
+    """Calls of something that trajectories share, over time.
 
     Attributes:
-        worker: Name of the replica, e.g. ``rollout0``.
-        replica: Index of the replica.
-        requests: Mean number of unfinished requests in each of 240 equal parts of the step.
+        name: Name of the tool, limit or replica, or ``blocked event loops``.
+        running: Mean number of calls that run, or hold a slot, in each of 240 equal parts of the
+            step; of event loops, those that a task blocks.
+        waiting: Mean number of calls that wait, likewise; of event loops, the trajectories. Empty
+            if unknown.
+        slots: Limit of the running calls that explains the waits; ``None`` without one.
     """
 
-    worker: str
-    replica: int
-    requests: list[float]
+    name: str
+    running: list[float]
+    waiting: list[float]
+    slots: int | None = None
 
 
 class ReplicaRow(Row, frozen=True):

@@ -5,7 +5,6 @@ part that they do.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from operator import attrgetter
 from statistics import fmean
@@ -24,7 +23,7 @@ from verl_profiling.manifest import (
     CaptureResult,
     Manifest,
 )
-from verl_profiling.numbers.columns import AroundRow, GanttSpan, Polling, RunningRow, StageRow
+from verl_profiling.numbers.columns import AroundRow, GanttSpan, Polling, StageRow
 from verl_profiling.slices.intervals import (
     EMPTY,
     Ints,
@@ -209,21 +208,10 @@ def around_rows(manifest: Manifest) -> Iterator[AroundRow]:
 def percent(spans: Spans, step: Step) -> list[int]:
     """Return how much (0 to 100%) of each of 240 parts of the step disjoint spans cover."""
     observed = covered_before(step.whole, spans)
-    return [int(share) for share in np.rint(100 * _running(observed, 0, step.span_ns))]
+    return [int(share) for share in np.rint(100 * mean_running(observed, 0, step.span_ns))]
 
 
-def requests_running(step: Step) -> Iterator[RunningRow]:
-    """Yield each replica's mean number of unfinished requests in each of 240 parts of the step."""
-    runs = defaultdict[tuple[int, str], list[tuple[int, int]]](list)
-    for worker in step.of_capture:
-        for request in worker.requests:
-            runs[request.replica, worker.name].append((request.begin_ns, request.end_ns))
-    for (replica, name), spans in sorted(runs.items()):
-        means = _running(np.array(spans, np.int64), step.begin_ns, step.end_ns)
-        yield RunningRow(worker=name, replica=replica, requests=means.round(2).tolist())
-
-
-def _running(spans: Spans, begin_ns: int, end_ns: int) -> NDArray[np.float64]:
+def mean_running(spans: Spans, begin_ns: int, end_ns: int) -> NDArray[np.float64]:
     """Return the mean number of (overlapping) spans that run in each of 240 parts of the step."""
     whole = max(end_ns - begin_ns, 1)
     edges = np.linspace(0.0, whole, PARTS + 1)

@@ -11,6 +11,7 @@ module            content
 ``loop_runs``     stages, and which of them the loop waits for
 ``rollout_runs``  trajectories and requests
 ``limits``        the limits of concurrency that trajectories wait for
+``service_rows``  tools, limits and engines over time, with what waits for them
 ``graph_builder`` the segments of all runs, and the collectives in which they wait for each other
 ``changes``       the changes that a user can ask for
 ``baseline``      the recorded step, and its replay with changes

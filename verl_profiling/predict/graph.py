@@ -175,8 +175,9 @@ def _before_step(
         yield part
 
 
-def _add_waits(graph: Graph, limits: Iterable[Limit]) -> None:
+def _add_waits(graph: Graph, limits: list[Limit]) -> None:
     """Add the slots of the limits of concurrency, and sentences on what is assumed of waits."""
+    graph.limits = limits
     for limit in limits:
         graph.slots[limit.queue] = limit.slots
         place = "in" if limit.name.startswith(WAIT) else "before"

@@ -267,6 +267,17 @@ class _Waits:
         return inner[is_later], wait[is_later]
 
 
+def slots_of(since: Ints, begin: Ints, end: Ints) -> int | None:
+    """Return the slots of a semaphore that explains the waits; ``None`` if none does.
+
+    The arguments are those of :func:`_explained`.
+    """
+    if (begin - since >= _LEAST_WAIT_NS).sum() < _LEAST_WAITS:
+        return None
+    share, slots = _explained(since, begin, end)
+    return slots if share >= _LEAST_SHARE else None
+
+
 def _explained(since: Ints, begin: Ints, end: Ints) -> tuple[float, int]:
     """Return which share of the waiting time a semaphore would explain, and its number of slots.
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from verl_profiling.numbers.given_work import Load
+from verl_profiling.predict.limits import Limit
 from verl_profiling.predict.segments import NOTHING, Chains, SegmentTable
 from verl_profiling.slices.intervals import EMPTY, Ints, Spans
 
@@ -61,6 +62,7 @@ class Graph:
         order: All segments outside chains, each after its predecessors.
         called: The chains that follow each segment, by its index; ``NOTHING`` for the others.
         delay_ns: Delay before each segment: from the last end of a predecessor to its begin.
+        limits: The limits of concurrency.
         slots: Number of slots of each queue; by default one.
         behind: By segment: the one that its queue served first, though that one was ready later.
         parts: Role, name and count of each worker's stage: ``("actor", "update_actor", 2)`` is the
@@ -89,6 +91,7 @@ class Graph:
     order: list[int] = field(default_factory=list)
     called: dict[int, Ints] = field(default_factory=dict)
     delay_ns: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    limits: list[Limit] = field(default_factory=list)
     slots: dict[str, int] = field(default_factory=dict)
     behind: dict[int, int] = field(default_factory=dict)
     parts: list[tuple[str, str, int]] = field(default_factory=list)

@@ -27,6 +27,7 @@ from verl_profiling.predict.graph import graph_of
 from verl_profiling.predict.knee import Knee, knee_of
 from verl_profiling.predict.prediction import Prediction, predict
 from verl_profiling.predict.replays import replay
+from verl_profiling.predict.service_rows import service_rows
 from verl_profiling.predict.step_graph import Graph
 from verl_profiling.report.findings import find
 from verl_profiling.report.html import NotebookReport
@@ -143,7 +144,6 @@ def _of_manifest(manifest: Manifest, step: Step) -> dict[str, Any]:
             row for worker in manifest.workers for row in capture_rows.measures_of(worker)
         ],
         "costs": list(capture_rows.costs(manifest)),
-        "running": list(stage_rows.requests_running(step)),
         "around_the_step": list(stage_rows.around_rows(manifest)),
     }
 
@@ -193,6 +193,7 @@ def with_predictions(report: Report, content: Content) -> tuple[Report, Graph | 
         report.coverage.missing.append(visible(problem))
         return report, None
     rows: dict[str, Any] = {
+        "services": service_rows(content, graph.limits),
         "what_would_help": prediction.what_would_help,
         "critical_path": prediction.path,
         "knee": knee,

@@ -84,7 +84,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         captured: Whether the step has a manifest. Plain traces have no manifest, and so no known
             stages and workers.
         name: Title of plain traces, shown after the step's number: the file or folder.
-        running: Requests running over time, one row per replica.
+        services: What trajectories and requests share, with running and waiting calls over time.
         replicas: Totals of the requests of each replica, one row per replica.
         rollout: Time of trajectories by cause; ``None`` if no trajectories were recorded.
         around_the_step: Time of the loop around the step: pauses of the capture, and stages such as
@@ -137,7 +137,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     measures: list[columns.MeasureRow] = []
     costs: list[columns.CostRow] = []
     captured: bool = True
-    running: list[columns.RunningRow] = []
+    services: list[columns.ServiceRow] = []
     replicas: list[columns.ReplicaRow] = []
     rollout: Rollout | None = None
     around_the_step: list[columns.AroundRow] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
@@ -68,6 +68,8 @@ class Table(NamedTuple):
         field: Field of :class:`~verl_profiling.numbers.columns.Rollout` with the rows; empty for a
             field of the report.
         shown: Function that returns the shown rows, if they differ from the rows of the data.
+        compares: What the table compares: ``parts`` of a whole, or ``peers`` that should be alike;
+            see :meth:`rows_shown`.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Table(NamedTuple):
     key: Callable[[Any], str] | None = None
     field: str = ""
     shown: Callable[[Report], Sequence[Any]] | None = None
+    compares: Literal["", "parts", "peers"] = ""
 
     @property
     def title(self) -> str:
@@ -96,10 +99,16 @@ class Table(NamedTuple):
         return rows
 
     def rows_shown(self, report: Report) -> Sequence[Any]:
-        """Return the rows to show on the terminal and the page."""
-        if self.shown:
-            return self.shown(report)
-        return self.rows(report)
+        """Return the rows to show on the terminal and the page.
+
+        A table that compares is not shown with one row, nor with peers that do not differ.
+        """
+        rows = self.shown(report) if self.shown else self.rows(report)
+        if self.compares and len(rows) == 1:
+            return ()
+        if self.compares == "peers" and not _differ(rows):
+            return ()
+        return rows
 
     def note_on(self, report: Report, left_out: int, where: str) -> str:
         """Return the sentences below the table.
@@ -114,6 +123,25 @@ class Table(NamedTuple):
         if left_out > 0:
             more = f"{left_out:,} more{where}."
         return " ".join(filter(None, (note, more)))
+
+
+# of the larger; a choice: nobody looks into two ranks that differ by less
+_ALIKE = 0.05
+
+
+def _differ(rows: Sequence[Any]) -> bool:
+    """Return whether the numbers of a shown column differ by more than 5%, or are not all known."""
+    if not rows:
+        return False
+    for column in rows[0].columns.split(", "):
+        field = _heading_and_field(column.lstrip("+"))[1]
+        values = [getattr(row, field) for row in rows]
+        numbers = [value for value in values if isinstance(value, int | float)]
+        if numbers and len(numbers) < len(values):
+            return True
+        if numbers and max(numbers) - min(numbers) > _ALIKE * max(map(abs, numbers)):
+            return True
+    return False
 
 
 def cells(rows: Sequence[Any], *, brief: bool = False) -> tuple[list[str], list[list[Cell]]]:
@@ -327,7 +355,7 @@ _TABLES = (
     Table(
         "suspects", "Stage times exclude waits for other ranks; the rest are parts of the stage."
     ),
-    Table("stages", key=lambda row: stage_class(row.name)),
+    Table("stages", key=lambda row: stage_class(row.name), compares="parts"),
     Table(
         "critical_path",
         "The work that made the step as long as it was; the times add up to the step.",
@@ -346,7 +374,13 @@ _TABLES = (
         field="causes",
         shown=_causes,
     ),
-    Table("rollout_time", "Wall time of the rollout by cause.", key=_key, field="time"),
+    Table(
+        "rollout_time",
+        "Wall time of the rollout by cause.",
+        key=_key,
+        field="time",
+        compares="parts",
+    ),
     Table("trajectory_calls", "Calls of tools, and other spans.", key=_key, field="calls"),
     Table(
         "loop_blocks",
@@ -361,6 +395,7 @@ _TABLES = (
         "trajectory_versions",
         "Versions of the weights that generated the training trajectories.",
         field="versions",
+        compares="parts",
     ),
     Table("taught_nothing", _without_rewards, most=100, field="nothing"),
     Table(
@@ -368,24 +403,27 @@ _TABLES = (
         "Shares are of runs with known advantages, masks or reasons.",
         most=100,
     ),
-    Table("trajectory_statuses", most=100, field="statuses"),
+    Table("trajectory_statuses", most=100, field="statuses", compares="parts"),
     Table("trajectory_failures", most=100, field="failures"),
     Table(
         "workers",
         _on_cpus("CPU traces: busy means that operators or collectives ran on any thread."),
+        compares="peers",
     ),
     Table(
         "devices",
         "Lanes that share a device count once.",
         shown=lambda report: report.devices if report.shares_devices else (),
+        compares="peers",
     ),
-    Table("engines"),
-    Table("replicas"),
+    Table("engines", compares="peers"),
+    Table("replicas", compares="peers"),
     Table("stragglers"),
-    Table("work", "Lengths are of prompt and response, without padding."),
+    Table("work", "Lengths are of prompt and response, without padding.", compares="peers"),
     Table(
         "achieved",
         "Of peak: dense bfloat16; without what is computed again, and without padding.",
+        compares="peers",
     ),
     Table("collectives"),
     Table(
@@ -406,3 +444,12 @@ _TABLES = (
 )
 TABLES: Mapping[str, Table] = {table.name: table for table in _TABLES}
 """The tables, in the order in which they are shown."""
+
+
+def unshown(report: Report) -> Iterator[str]:
+    """Yield the sentence that names the tables which have rows, but no difference to show."""
+    names = [table.name for table in _TABLES if table.compares and table.rows(report)]
+    names = [name for name in names if not TABLES[name].rows_shown(report)]
+    if names:
+        shown = ", ".join(name.replace("_", " ") for name in names)
+        yield f"not shown, as there is nothing to compare: {shown}; --csv and --json have them"

@@ -24,7 +24,7 @@ from verl_profiling.report.sentences import (
     rollout_sentences,
     sentences,
 )
-from verl_profiling.report.tables import TABLES, Cell, cells, without_middle
+from verl_profiling.report.tables import TABLES, Cell, cells, unshown, without_middle
 from verl_profiling.report.watch_sentences import counted, waits
 from verl_profiling.units import visible
 
@@ -206,7 +206,7 @@ def _problems(report: Report) -> list[str]:
 def _all_lines(report: Report) -> Iterator[str]:
     if report.rollout is not None:
         yield from map(escape, rollout_sentences(report.rollout))
-    yield from map(escape, sentences(report))
+    yield from map(escape, (*sentences(report), *unshown(report)))
     if report.metrics:
         numbers = [f"{name} {value:g}" for name, value in report.metrics.items()]
         more = ""

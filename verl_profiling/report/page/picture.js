@@ -51,10 +51,10 @@ function rowsOf(group, unfolded) {
   const large = !group.open && group.lanes.length >= FOLDED_FROM;
   const [standing, rest] = [true, false].map((wanted) => group.lanes.filter((lane) => Boolean(lane.stands_out) === wanted));
   const lanes = !large ? group.lanes : unfolded ? [...standing, ...rest] : standing.slice(0, SHOWN_OUTLIERS);
-  const rows = lanes.map((lane) => ({ ...lane, kind: "lane", group, lane }));
+  const rows = lanes.map((lane) => ({ ...lane, ...lane.queue, kind: lane.queue ? "running" : "lane", group, lane }));
   if (large) rows.unshift({ ...group, kind: "group", group, spans: group.envelope });
-  const running = requestsOf(group, data.running);
-  if (running.length) rows.push({ kind: "running", group, spans: [], load: [], running });
+  const requests = requestsOf(group, data.running);
+  if (requests.running.length) rows.push({ ...requests, kind: "running", group, spans: [], load: [] });
   const few = d3.sum(data.groups, (each) => (each.open ? 0 : each.lanes.length)) <= FEW_LANES;
   for (const row of rows) {
     row.levels = 1 + Math.max(-1, ...row.spans.map((span) => span.row));
@@ -64,10 +64,19 @@ function rowsOf(group, unfolded) {
   return rows;
 }
 
-// The sum over the replicas of a group; empty if none of them tells.
+// The sums over the replicas of a group; empty if none of them tells.
 function requestsOf(group, all) {
-  const known = [...new Set(group.lanes.map((lane) => lane.worker))].map((name) => all[name]).filter((curve) => curve?.length);
-  return known.length ? known[0].map((_, part) => d3.sum(known, (curve) => curve[part])) : [];
+  const known = [...new Set(group.lanes.map((lane) => lane.worker))].map((name) => all[name]).filter((queue) => queue?.running.length);
+  const sum = (curve) => (known[0]?.[curve] ?? []).map((_, part) => d3.sum(known, (queue) => queue[curve][part]));
+  return { running: sum("running"), waiting: sum("waiting"), slots: known.every(({ slots }) => slots) ? d3.sum(known, ({ slots }) => slots) : null };
+}
+
+const count = (number) => Math.round(10 * number) / 10;
+
+// What runs and what waits, at the most or at one time.
+function queueText(row, of) {
+  const waiting = row.waiting.length ? `, ${count(of(row.waiting))} waiting` : "";
+  return `${count(of(row.running))} running${waiting}${row.slots ? `, limit ${row.slots}` : ""}`;
 }
 
 function drawRow(row, svg, x, width) {
@@ -86,9 +95,13 @@ function drawRow(row, svg, x, width) {
     drawArea(drawing, "communication", alone, working, x, y);
     drawArea(drawing, "waiting", working, row.load, x, y);
   } else if (row.kind === "running") {
-    const most = Math.max(d3.max(row.running), 1);
-    const y = (count) => CURVE - 2 - (count / most) * (CURVE - 6);
+    const all = row.running.map((running, part) => running + (row.waiting[part] ?? 0));
+    const most = Math.max(d3.max(all), row.slots, 1);
+    const y = (calls) => CURVE - 2 - (calls / most) * (CURVE - 6);
     drawArea(drawing, "running", row.running.map(() => 0), row.running, x, y);
+    if (row.waiting.length) drawArea(drawing, "queued", row.running, all, x, y);
+    drawing.selectAll("line").data(row.slots ? [row.slots] : []).join("line").attr("class", "slots")
+      .attr("x1", x(0)).attr("x2", x(data.span_us)).attr("y1", y).attr("y2", y);
   }
 }
 
@@ -130,8 +143,8 @@ function spanAt(row, us, level) {
 function linesAt(row, span, us) {
   const at = (curve) => curve[Math.min(Math.floor((us / data.span_us) * curve.length), curve.length - 1)] ?? 0; // empty: nothing in it
   const percent = (share) => `${Math.round(100 * share)} %`;
-  const where = row.kind === "lane" ? row.lane.name : `${row.group.role}, ${row.group.lanes.length} lanes`;
-  const lines = [span ? data.stages[span.stage].name : row.kind === "running" ? "requests running" : "no stage", where];
+  const where = row.lane ? row.lane.name : `${row.group.role}, ${row.group.lanes.length} lanes`;
+  const lines = [span ? data.stages[span.stage].name : row.kind === "running" ? "running and waiting" : "no stage", where];
   if (span) {
     const took = span.end - span.begin;
     lines.push(`${duration(took / 1e6)}, from ${duration(span.begin / 1e6)} to ${duration(span.end / 1e6)}`);
@@ -144,7 +157,7 @@ function linesAt(row, span, us) {
     lines.push(`at ${duration(us / 1e6)}: busy ${percent(busy)}, ${percent(alone)} communication alone${waits}`);
   }
   if (row.kind === "running") {
-    lines.push(`at ${duration(us / 1e6)}: ${Math.round(10 * at(row.running)) / 10} requests running`);
+    lines.push(`at ${duration(us / 1e6)}: ${queueText(row, at)}`);
   }
   return [...lines, ...[row.lane?.stands_out].filter(Boolean)];
 }
@@ -162,7 +175,8 @@ function timelineAddress([begin, end]) {
 function labelOf(row, unfolded, build) {
   const label = element("div", { className: "label" });
   if (row.kind === "running") {
-    label.append(element("small", { textContent: `requests running, peak ${Math.round(10 * d3.max(row.running)) / 10}` }));
+    const name = row.lane?.name ?? "requests";
+    label.append(element("bdi", { textContent: name, title: name }), element("small", { textContent: `at most ${queueText(row, d3.max)}` }));
   } else if (row.kind === "lane") {
     label.classList.toggle("standing", Boolean(row.lane.stands_out));
     label.append(element("bdi", { textContent: row.lane.name, title: row.lane.name }));
@@ -290,6 +304,9 @@ function makePicture(container, tools) {
   const loads = { compute: data.device ? "computing" : "operators", communication: "communication alone", waiting: "waiting for other ranks" };
   for (const [name, text] of Object.entries(loads)) legend.append(element("li", {}, element("i", { className: name }), text));
   if (data.groups.some((group) => group.critical.length)) legend.append(element("li", {}, element("i", { className: "critical" }), "on the critical path"));
+  if (Object.keys(data.running).length || data.groups.some(({ role }) => role === "services")) {
+    for (const [name, text] of [["running", "calls running"], ["queued", "calls waiting"], ["slots", "limit"]]) legend.append(element("li", {}, element("i", { className: name }), text));
+  }
   legend.append(element("li", {}, "blank: idle"));
   const buttons = element("div", { className: "zoom" });
   for (const [text, title, act] of [["+", "closer", () => zoomed.call(zoom.scaleBy, 1.6)], ["−", "farther", () => zoomed.call(zoom.scaleBy, 1 / 1.6)], ["whole step", "the whole step", () => zoomed.call(zoom.transform, d3.zoomIdentity)]]) {
