@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from drawn_steps import whole_step
 from drawn_summaries import summary
+from guide_rule import culprit_and_change
 from step_folders import build_step
 from test_top import write_run
 
@@ -19,9 +19,7 @@ from verl_profiling.watch.log_writer import WatchLog
 
 validator = pytest.importorskip("jsonschema").Draft202012Validator
 
-GUIDE = Path(__file__).parents[1] / "docs" / "agents-guide.md"
 DATA = Path(__file__).parent / "data"
-OWN_COST = ("capture", "pause")
 
 
 @pytest.fixture
@@ -61,21 +59,8 @@ def test_documents_are_valid(tmp_path: Path, document: Any) -> None:
         document("what-if", str(folder))
 
 
-def culprit_and_change(report: dict[str, Any]) -> tuple[str, str]:
-    """Follow the rule of the page, and its table."""
-    rows = re.findall(r"^\| (`.*?) \| `(--.*?)` \| (.*?) \|", GUIDE.read_text(), re.MULTILINE)
-    table = {rule: row[1:] for row in rows for rule in re.findall(r"`(\w+)`", row[0])}
-    findings = [row for row in report["findings"] if row["rule"] not in OWN_COST]
-    finding = next((row for row in findings if row["rule"] != "trajectory_cause"), findings[0])
-    option, culprit = table[finding["rule"]]
-    options = [row["option"] for row in report["what_would_help"]]
-    change = next((one for one in options if one.startswith(option)), finding["advice"])
-    lanes = finding["lanes"] if culprit == "all" else finding["lanes"][:1]
-    return " ".join(lanes), change
-
-
 @pytest.mark.parametrize(("ranks", "replicas"), [(4, 2), (8, 4), (8, 2), (16, 4)])
-@pytest.mark.parametrize("fault", ["slow rank", "long tail", "slow weight sync"])
+@pytest.mark.parametrize("fault", ["slow rank", "long tail", "slow weight sync", "host-bound"])
 def test_the_rule_finds_planted_faults(
     tmp_path: Path, document: Any, fault: str, ranks: int, replicas: int
 ) -> None:
@@ -86,6 +71,10 @@ def test_the_rule_finds_planted_faults(
         "slow rank": (f"actor_rank{ranks * 5 // 8}", "--balance update_actor"),
         "long tail": (f"rollout{replicas - 1}_rank0", "--no-tail 90"),
         "slow weight sync": ("rollout0_rank0", "--scale update_weights=0.5"),
+        "host-bound": (
+            "actor_rank0",
+            "fewer, larger launches; CUDA graphs; fewer synchronisations",
+        ),
     }[fault]
     assert (culprit.split()[0], change) == (lane, option)
 

@@ -6,14 +6,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from verl_profiling.numbers.given_work import Load
-from verl_profiling.predict.limits import Limit
 from verl_profiling.predict.segments import NOTHING, Chains, SegmentTable
 from verl_profiling.slices.intervals import EMPTY, Ints, Spans
+
+if TYPE_CHECKING:
+    from verl_profiling.predict.limits import Limit
 
 
 class Carried(NamedTuple):

@@ -66,7 +66,14 @@ def find(report: Report) -> Report:
     culprit come later. Findings on the cost of the capture come last, because they are not about
     the training.
     """
-    first, ranked, last = (list(_findings(report, rules)) for rules in (_FIRST, _RANKED, _LAST))
+    first, last = (list(_above(_findings(report, rules))) for rules in (_FIRST, _LAST))
+    measured = list(_findings(report, _RANKED))
+    ranked = list(_above(measured))
+    largest = max((finding.seconds for finding in ranked if finding.rule in _OF_DEVICES), default=0)
+    for _, finding in measured:  # no smaller loss is named in the place of a larger one
+        is_larger = finding.rule in _COMMON and finding.seconds > largest > 0
+        if is_larger and finding not in ranked and not _names_no_culprit(finding, report):
+            ranked.append(finding)
     ranked.sort(
         key=lambda finding: (
             _names_no_culprit(finding, report),
@@ -78,8 +85,15 @@ def find(report: Report) -> Report:
     return msgspec.structs.replace(report, findings=findings)
 
 
-def _findings(report: Report, rules: Iterable[Rule]) -> Iterator[Finding]:
+def _above(measured: Iterable[tuple[Rule, Finding]]) -> Iterator[Finding]:
     """Yield the losses that reach the thresholds of their rules."""
+    for rule, finding in measured:
+        if finding.share >= rule.threshold:
+            yield finding
+
+
+def _findings(report: Report, rules: Iterable[Rule]) -> Iterator[tuple[Rule, Finding]]:
+    """Yield the losses of each rule, large or small."""
     for rule in rules:
         if rule.stage is not None and not is_recorded(rule.stage, report):
             continue
@@ -88,9 +102,8 @@ def _findings(report: Report, rules: Iterable[Rule]) -> Iterator[Finding]:
         else:
             measured = rule.losses(report)
         for loss in measured:
-            if loss.share >= rule.threshold:
-                advice = loss.advice or rule.advice
-                yield Finding(rule.name, loss.text, advice, loss.seconds, loss.lanes, loss.share)
+            advice = loss.advice or rule.advice
+            yield rule, Finding(rule.name, loss.text, advice, loss.seconds, loss.lanes, loss.share)
 
 
 def _names_no_culprit(finding: Finding, report: Report) -> bool:
@@ -269,6 +282,11 @@ _LAST = (
     Rule("capture", 0.05, _capture, _RECORD_LESS),  # of the step
     Rule("pause", 0.25, _pause, _RECORD_LESS),  # of the step
 )
+
+_COMMON = ("no_requests", "weight_sync", "host_blocked", "host_bound")
+"""Rules with a high threshold, as every step has some of this time."""
+_OF_DEVICES = (*_COMMON, "long_tail", "after_generation", "queued", "gc", "exposed_communication")
+"""Rules about the same time: that of all devices."""
 
 OWN_COST = tuple(rule.name for rule in _LAST)
 """Rules about what the capture itself costs."""
