@@ -93,7 +93,7 @@ def real(draw: random.Random, loop: str, folder: Path) -> dict[str, Any]:
         RuntimeError: It has captured none.
     """
     number, by = draw.randrange(watch_judge.RANKS), round(draw.uniform(2.0, 4.0), 1)
-    kinds = {
+    kinds: dict[str, tuple[dict[str, Any], str]] = {
         "slow rank": ({"what": f"compute {number}", "by": by}, f"actor_rank{number}"),
         "tool": ({"what": "tool", "by": by, "tool_s": 0.03, "marked": True}, "search"),
         "long tail": ({"what": f"engine {number}", "by": by}, f"rollout{number}"),

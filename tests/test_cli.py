@@ -46,6 +46,18 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     assert "step 12" in done.stdout
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_option_may_stand_anywhere_among_the_paths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: int
+) -> None:
+    words = [str(build_step(tmp_path / name)) for name in "ab"]
+    words.insert(place, "--json")
+    assert main(["diff", *words]) == EXIT_OK
+    assert '"changes"' in capsys.readouterr().out
+    assert main(["diff", *words, "--jsn"]) == EXIT_BAD_INPUT
+    assert "unknown argument --jsn" in capsys.readouterr().err
+
+
 def test_merge_options_reach_the_timeline(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

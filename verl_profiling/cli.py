@@ -55,7 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparsers[name] = commands.add_parser(name, help=summary, allow_abbrev=False)
         if name in argv[:1]:
             _configure(subparsers[name], _module(name))
-    arguments, unknown = parser.parse_known_args(argv)
+    if argv[:1] and argv[0] in subparsers:  # its options may stand between its paths
+        given = argparse.Namespace(command=argv[0])
+        arguments, unknown = subparsers[argv[0]].parse_known_intermixed_args(argv[1:], given)
+    else:
+        arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         used = subparsers[arguments.command]
         hint = choices_hint(unknown[0], used._option_string_actions)

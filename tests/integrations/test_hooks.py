@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 import verl_profiling.integrations.verl  # noqa: F401  its own hooks wait before those of the tests
 from verl_profiling.integrations import hooks
 from verl_profiling.integrations.hooks import Hook, misfits, noting, usable, wrap
+from verl_profiling.integrations.verl.trainer import hook_v1_rollout
 
 AS_EXPECTED = """
 class RewardLoopWorker:
@@ -117,3 +119,21 @@ def test_the_plugin_imports_nothing_of_verl() -> None:
     """The plugin is loaded while verl is being imported, so it must not import any of it."""
     program = "import sys, verl_profiling.integrations.verl; sys.exit('verl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_trainer_without_a_part_of_the_start_has_no_misfit_for_it() -> None:
+    """Its rollouts are marked as those of any other; the part is not there to be marked."""
+
+    class PPOTrainer:
+        def _add_batch_to_generate(self) -> None: ...
+
+        def _next_train_batch(self) -> None: ...
+
+        def _load_checkpoint(self) -> None: ...
+
+    unmarked = PPOTrainer._load_checkpoint
+    notes: list[str] = []
+    with noting(notes):
+        hook_v1_rollout(SimpleNamespace(PPOTrainer=PPOTrainer))
+    assert notes == []
+    assert PPOTrainer._load_checkpoint is not unmarked

@@ -352,9 +352,9 @@ def test_steps_that_are_judged_together_are_as_each_alone(lanes: list[str]) -> N
         together = [drawn(chance, lanes) for _ in range(3)]
         alone = [msgspec.structs.replace(step) for step in together]
         with np.errstate(all="raise"):
-            judge(together, True)
+            judge(together, True, engines={"rollout_0"})
             for step in alone:
-                judge([step], True)
+                judge([step], True, engines={"rollout_0"})
         assert together == alone
 
 

@@ -301,7 +301,10 @@ def use(lane: str, *stages: tuple[str, int, int], spans: Sequence[SpanTotal] = (
 
 
 def judged(
-    loop: Sequence[RankUse], *workers: RankUse, background: tuple[str, ...] = ()
+    loop: Sequence[RankUse],
+    *workers: RankUse,
+    background: tuple[str, ...] = (),
+    engines: Sequence[str] = (),
 ) -> StepSummary:
     """Return the summary of a step of a second."""
     made = StepSummary(
@@ -309,7 +312,7 @@ def judged(
     )
     made.loop, made.workers = list(loop), list(workers)
     made.exposed = exposed(made, bool(workers))
-    made.trainer_idle, made.rollout_idle = idle_in(StepSlices([made]), True)[0]
+    made.trainer_idle, made.rollout_idle = idle_in(StepSlices([made]), True, engines)[0]
     made.samples, made.tokens = made_in(made)
     return made
 
@@ -344,6 +347,29 @@ def test_a_training_worker_that_scores_does_not_train_meanwhile() -> None:
     made = judged([loop], actor, engine)
     assert made.trainer_idle == Idle(0.7, "reward", 0.4)
     assert made.rollout_idle == Idle(0.7, "reward", 0.4)
+
+
+def test_a_rank_that_is_ahead_is_not_idle() -> None:
+    """One ends its step early, and is in the next one; only its rollout is known to be idle."""
+    behind = use("actor_rank0", ("rollout", 0, 300), ("update_actor", 300, 700))
+    ahead = use("actor_rank1", ("rollout", -200, 300), ("update_actor", 100, 500))
+    made = judged([behind, ahead])
+    assert made.trainer_idle == Idle(0.2, "rollout", 0.1)
+    waits = use(
+        "actor_rank1", ("rollout", 0, 300), ("update_actor", 300, 300), ("wait:all", 600, 400)
+    )
+    made = judged([behind, waits])
+    assert made.trainer_idle is not None
+    assert made.trainer_idle.share == 0.5
+
+
+def test_an_engine_without_a_request_in_the_step_is_idle() -> None:
+    """If it has generated before; of one that never did, nothing is known."""
+    loop = [use("controller", ("update_actor", 0, 1000))]
+    workers = use("actor_rank0", ("update_actor", 0, 1000)), use("rollout0_rank0")
+    made = judged(loop, *workers, engines=["rollout0_rank0"])
+    assert made.rollout_idle == Idle(1.0, "training", 1.0)
+    assert judged(loop, *workers).rollout_idle is None
 
 
 def test_the_cause_is_what_is_open_meanwhile() -> None:

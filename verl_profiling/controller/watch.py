@@ -107,6 +107,7 @@ class Watch:
         self._ranks: RankSummaries | None = None
         self.who = LOOP
         self.logs: RunLogs | None = None
+        self._engines: set[str] = set()  # lanes of those that have generated
         self.step: StepSummary | None = None
         self._ended: deque[StepSummary] = deque(maxlen=max(options.steps, MOST_WAITING))
         self._left_out = 0
@@ -262,7 +263,7 @@ class Watch:
         summaries = [with_lateness(step) for step in self._start_up.written(steps)]
         roles = {target.roles[0] for target in self.roster.targets}
         for _, alike in groupby(summaries, key=_lanes):
-            judge([*alike], bool(roles), roles)
+            judge([*alike], bool(roles), roles, self._engines)
         for summary in summaries:
             self.summaries.append(summary)
             if self.options.trigger is not None:

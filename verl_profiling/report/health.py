@@ -118,7 +118,9 @@ def _how_it_is(trigger: Trigger, later: Sequence[StepSummary]) -> tuple[str, boo
     usual, value = trigger.median * sign.has_median, median(values)
     lasts = value > _least(trigger)
     now = f"{'Still' if lasts else 'Now'} {sign.text_of(value)}"
-    return f"{now}{f', before {sign.text_of(usual)}' * bool(usual)}.", lasts
+    if usual:
+        now += f", before {sign.text_of(usual)}"
+    return f"{now}.", lasts
 
 
 def _least(trigger: Trigger) -> float:
@@ -196,7 +198,9 @@ def _of_steps(view: RunView, found: Sequence[Event], changed: list[str], cause: 
         state = "Not as usual" if any(event.lasts for event in lasting) else _UNKNOWN
         verdict = f"{state} since step {min(event.since for event in lasting)}: {who}"
         latest = lasting[-1]
-        not_captured = f"It was not captured: {latest.why_not}." * bool(latest.why_not)
+        not_captured = ""
+        if latest.why_not:
+            not_captured = f"It was not captured: {latest.why_not}."
         advice = [f"Look at {latest.who}.", cause or not_captured, "" if cause else view.note]
         return Health("warn", verdict, changed, [more_cpu, *advice])
     helps = view.watch[-1].helps

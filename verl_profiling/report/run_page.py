@@ -79,9 +79,7 @@ def render_run(
     if view.note:
         content += section("Captures", f"<p>{_text(view.note)}</p>")
     if steps:
-        lines = "".join(f"<li>{_text(line)}</li>" for line in waits(steps[-1]))
-        note = f"In step {steps[-1].step}."
-        content += section("Who waits for whom", f"<ul>{lines}</ul>" * bool(lines), note)
+        content += _waits(steps[-1])
         notes = {DEVICES: hand_off_sentence(steps)}
         for title, rows in tables_of(steps[-_RECENT:]).items():
             content += section(title, _html(title, rows), notes.get(title, ""))
@@ -183,6 +181,13 @@ def _events(found: Sequence[Event], captures: Sequence[RunCapture]) -> str:
     headings = ("step", "ended", "what", "process", "now", "capture")
     note = "By the watch, the latest first, whether it was captured or not."
     return section("Noticed", table("Noticed", headings, rows), note)
+
+
+def _waits(step: StepSummary) -> str:
+    lines = "".join(f"<li>{_text(line)}</li>" for line in waits(step))
+    if not lines:
+        return ""
+    return section("Who waits for whom", f"<ul>{lines}</ul>", f"In step {step.step}.")
 
 
 def _hangs(view: RunView, ended: Sequence[int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cached_property
 
 import msgspec
@@ -45,7 +45,9 @@ def made_in(summary: StepSummary) -> tuple[int, int]:
     return made or requests, tokens
 
 
-def idle_in(slices: StepSlices, has_workers: bool) -> list[tuple[Idle | None, Idle | None]]:
+def idle_in(
+    slices: StepSlices, has_workers: bool, engines: Collection[str] = ()
+) -> list[tuple[Idle | None, Idle | None]]:
     """Return the idle time of training and of the rollout in each step; ``None`` if unknown.
 
     Training are the workers with a training role, or else the loop. The rollout are the replicas,
@@ -57,6 +59,8 @@ def idle_in(slices: StepSlices, has_workers: bool) -> list[tuple[Idle | None, Id
         slices: The slices of the steps, whose summaries have their exposed times.
         has_workers: Whether the loop calls workers. Then the idle time is unknown without the
             workers' replies.
+        engines: Lanes of the engines that generated in earlier steps, and so are idle without a
+            stage.
     """
     summaries, first = slices.summaries, slices.summaries[0]
     is_alone = len(first.loop) == 1 and not first.workers
@@ -64,7 +68,8 @@ def idle_in(slices: StepSlices, has_workers: bool) -> list[tuple[Idle | None, Id
         return [(None, None)] * len(summaries)
     if is_alone and not first.background:
         return [*map(_alone, summaries)]
-    sides = _Sides(slices)
+    has_engines = any(use.lane in engines for use in first.workers)
+    sides = _Sides(slices, has_engines)
     trainers = sides.idle(sides.training, sides.causes_of_training)
     rollouts = sides.idle(sides.rollout, sides.causes_of_rollout)
     if first.background:
@@ -90,14 +95,16 @@ class _Sides:
 
     Args:
         slices: The slices of the step.
+        has_engines: Whether engines are known to generate, so that they are the rollout.
 
     Attributes:
         training: Stages of the training processes, without waits, generation and scoring.
         rollout: Stages in which the processes of the rollout generate.
     """
 
-    def __init__(self, slices: StepSlices) -> None:
+    def __init__(self, slices: StepSlices, has_engines: bool) -> None:
         self._slices = slices
+        self._has_engines = has_engines
         table = ["", *map(_waited, slices.names), TRAINING, NO_REQUESTS, ROLLOUT]
         self._causes, [_, *of_stages, training, no_requests, rollout] = numbered(table)
         self._waited = np.array(of_stages, np.int64)
@@ -119,6 +126,8 @@ class _Sides:
         """
         slices, loop = self._slices, self._slices.whole_loop
         side = self._others.at(slices.in_roles(self._others, ROLLOUT_ROLE))
+        if self._has_engines:
+            generating, loop = generating.at(slice(0)), loop.at(slice(0))
         for other in (generating, loop.at(slices.named(loop, ROLLOUT))):
             has_side = np.bincount(slices.step(side), minlength=len(slices.ends)) > 0
             side = joined([side, other.at(~has_side[slices.step(other)])])
@@ -170,8 +179,12 @@ class _Sides:
                 Where periods overlap, the last one counts.
         """
         slices = self._slices
-        if not busy.who.size:
+        is_of_engines = busy is self.rollout and self._has_engines
+        if not (busy.who.size or is_of_engines):
             return [None] * len(slices.summaries)
+        processes = _processes(slices, busy, (ROLLOUT_ROLE,) if is_of_engines else ())
+        if (busy.role < 0).any():
+            busy = joined([busy, _ahead(slices)]).flat()
         parts = [part._replace(name=cause_of[part.name]) for cause_of, part in causes()]
         _, _, cause, begin, end, *_ = joined(parts)
         cuts = np.unique(np.concatenate([begin, end, slices.begins, slices.ends]))
@@ -180,7 +193,6 @@ class _Sides:
         for number, first, last in zip(cause.tolist(), *borders, strict=True):
             cause_of[first:last] = number
         step = np.searchsorted(slices.ends, cuts[:-1], side="right")
-        processes = _processes(slices, busy)
         weight = np.minimum(busy.took / np.maximum(busy.end - busy.begin, 1.0), 1.0)
         open_ns = np.diff(_since(busy.begin, weight, cuts) - _since(busy.end, weight, cuts))
         idle_ns = np.diff(cuts) - open_ns / np.maximum(processes, 1)[step]
@@ -205,11 +217,36 @@ def _waited(stage: str) -> str:
     return ROLLOUT if name == _GENERATE else name
 
 
-def _processes(slices: StepSlices, busy: Slices) -> Ints:
-    """Return the number of processes of busy roles in each step."""
+def _ahead(slices: StepSlices) -> Slices:
+    """Return the time of ranks of the loop before their first stage of a step and after the last,
+    while another rank is in a stage.
+
+    Such a rank is still in the step before, or already in the next one. Nothing says that it waits.
+    """
+    loop = slices.whole_loop
+    who, row = np.unique(loop.who, return_index=True)
+    first, last = np.full(who.size, np.inf), np.zeros(who.size)
+    place = np.searchsorted(who, loop.who)
+    np.minimum.at(first, place, loop.begin)
+    np.maximum.at(last, place, loop.end)
+    step = who // max(slices.many, 1)
+    begin, end = slices.ends.astype(float), slices.begins.astype(float)
+    np.minimum.at(begin, step, first)
+    np.maximum.at(end, step, last)
+    early = loop.at(row)._replace(begin=begin[step], end=first)
+    late = loop.at(row)._replace(begin=last, end=end[step])
+    both = joined([early, late])
+    both = both.at(both.end > both.begin)
+    return both._replace(took=both.end - both.begin)
+
+
+def _processes(slices: StepSlices, busy: Slices, always: Collection[str]) -> Ints:
+    """Return the number of processes of busy roles in each step; roles in ``always`` are busy."""
     of_role = np.bincount(slices.role_of + 1)  # the loop's processes are in role -1
     is_busy = np.zeros((len(slices.ends), of_role.size), dtype=bool)
     is_busy[slices.step(busy), busy.role + 1] = True
+    for role in always:
+        is_busy[:, slices.roles.index(role) + 1] = True
     return np.asarray(is_busy @ of_role)
 
 

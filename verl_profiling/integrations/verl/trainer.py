@@ -254,7 +254,8 @@ def hook_v1_rollout(module: Any) -> None:
     wrap(module.PPOTrainer, "_add_batch_to_generate", _beginning_rollout)
     mark(module.PPOTrainer, _LOADS, partial(trainer_stage, "load_prompts"))
     for name, part in START_PARTS.items():
-        mark(module.PPOTrainer, name, partial(marked, part))
+        if hasattr(module.PPOTrainer, name):  # else this part of the start is no part of it
+            mark(module.PPOTrainer, name, partial(marked, part))
 
 
 def hook_data_loader(module: Any) -> None:
