@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-replayers test-trackers test-slurm test-newest test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device dist test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-replay demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge idle-judge hang-judge memory-judge death-judge sleep-judge what-if-judge strangers-judge work-judge links-judge scaling-judge verdict-judge knee-judge replay-judge savings-judge clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-replayers test-trackers test-slurm test-newest test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device dist test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-replay demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge idle-judge hang-judge memory-judge death-judge sleep-judge what-if-judge strangers-judge work-judge links-judge scaling-judge verdict-judge knee-judge guide-judge replay-judge savings-judge clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -354,6 +354,9 @@ strangers-judge: .venv/.ready ## Make what what-if offers to three loops with re
 
 work-judge: .venv/.ready ## Hold what the report says of a slow rank, its data or its machine, against CPU times (ten minutes)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/work_judge.py
+
+guide-judge: .venv/.ready ## Hold the rule of docs/agents-guide.md against planted faults, by report --json alone (fifteen minutes)
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/guide_judge.py
 
 links-judge: .venv/.ready ## Limit one link of three, and print which link the report calls slow (root, for network namespaces; a minute)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/links_judge.py

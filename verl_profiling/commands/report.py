@@ -53,7 +53,7 @@ from verl_profiling.steps.inputs import how_to_capture, is_uncaptured, the_run
 from verl_profiling.units import visible, visible_text_of
 
 _Steps = list[tuple[CapturedStep, Report]]
-_WATCHED = "steps of the watch, exposed time"
+_WATCHED = "steps of the watch, and by how much each stage made them longer"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

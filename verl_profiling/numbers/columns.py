@@ -209,7 +209,7 @@ class WorkerRow(UseRow, frozen=True):
     columns = (
         "name, +device=accelerator, observed=span_us, busy_us, busy_share, +idle_us, "
         "host-bound=host_bound_us, compute_us, +communication_us, "
-        "exposed comm=exposed_communication_us, +waiting_us, +overlap_us, copies=memcpy_us, "
+        "comm alone=exposed_communication_us, +waiting_us, +overlap_us, copies=memcpy_us, "
         "unrecognised_us, +files=traces"
     )
 
@@ -236,7 +236,7 @@ class DeviceRow(UseRow, frozen=True):
 
     columns = (
         "lanes=name, observed=span_us, busy_us, busy_share, +idle_us, host-bound=host_bound_us, "
-        "exposed comm=exposed_communication_us, +waiting_us, device=place"
+        "comm alone=exposed_communication_us, +waiting_us, device=place"
     )
 
     lanes: list[str]

@@ -38,11 +38,11 @@ from verl_profiling.numbers import lane_rows
 from verl_profiling.numbers.given_work import loads_of
 from verl_profiling.numbers.stage_rows import capture_time
 from verl_profiling.predict.graph_builder import GraphBuilder
-from verl_profiling.predict.limits import Limit, engines_of, limits_of, services_of
+from verl_profiling.predict.limits import engines_of, limits_of, services_of
 from verl_profiling.predict.loop_runs import Early, LoopRuns, Run, polled
 from verl_profiling.predict.rollout_runs import rollout_runs
 from verl_profiling.predict.segments import OWN, WORK, Segment, SegmentTable
-from verl_profiling.predict.step_graph import Carried, Graph, Poll
+from verl_profiling.predict.step_graph import Carried, Graph, Limit, Poll
 from verl_profiling.slices.intervals import intersection, length, subtract, within
 from verl_profiling.steps.lanes import Lane, Step
 from verl_profiling.steps.read import Content
@@ -67,6 +67,7 @@ def graph_of(content: Content) -> Graph:
     served, services = services_of(runs, content.records)
     loop.call(run for run in runs if run not in served)
     limits = limits_of(content.records, content.pieces)
+    graph.limits = [*limits, *services]
     serial = [*services, *engines_of(content.records, content.served)]
     rollouts, chains = rollout_runs(content, [*limits, *serial], loop.root.who)
     graph.segments = SegmentTable(chains)
@@ -175,9 +176,8 @@ def _before_step(
         yield part
 
 
-def _add_waits(graph: Graph, limits: list[Limit]) -> None:
+def _add_waits(graph: Graph, limits: Iterable[Limit]) -> None:
     """Add the slots of the limits of concurrency, and sentences on what is assumed of waits."""
-    graph.limits = limits
     for limit in limits:
         graph.slots[limit.queue] = limit.slots
         place = "in" if limit.name.startswith(WAIT) else "before"

@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from verl_profiling.files.trajectory_log import NO_SPAN
 from verl_profiling.manifest import WAIT, Request
 from verl_profiling.predict.changes import tool_name
 from verl_profiling.predict.loop_runs import Run
+from verl_profiling.predict.step_graph import Hold, Limit
 from verl_profiling.slices.intervals import Ints, grouped
 from verl_profiling.steps.causes import Pieces
 from verl_profiling.steps.trajectory_columns import GENERATE, OWN_CODE, Records
@@ -38,38 +38,6 @@ _LEAST_WAIT_NS = 5_000_000  # shorter ones are code, or the way to the next task
 
 ENGINE = "replica "
 """Prefix of the queue of an engine that serves one request at a time."""
-
-
-class Hold(NamedTuple):
-    """A slot that a trajectory waits for and then holds.
-
-    Attributes:
-        trajectory: Number of the trajectory.
-        since_ns: Begin of the wait.
-        begin_ns: End of the wait, when the trajectory gets the slot.
-        end_ns: Release of the slot.
-    """
-
-    trajectory: int
-    since_ns: int
-    begin_ns: int
-    end_ns: int
-
-
-class Limit(NamedTuple):
-    """A limit of concurrency.
-
-    Attributes:
-        name: Name of the spans that wait, or of the calls before which trajectories wait.
-        slots: Most trajectories that hold a slot at once.
-        holds: All slots that trajectories held.
-        queue: Name of its queue, which no other limit has.
-    """
-
-    name: str
-    slots: int
-    holds: list[Hold]
-    queue: str
 
 
 def limits_of(records: Records, pieces: Pieces) -> list[Limit]:

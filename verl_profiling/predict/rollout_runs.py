@@ -11,7 +11,6 @@ from operator import attrgetter
 import numpy as np
 
 from verl_profiling.manifest import Request
-from verl_profiling.predict.limits import Hold, Limit
 from verl_profiling.predict.loop_runs import Run
 from verl_profiling.predict.segments import (
     LAG_BY,
@@ -24,6 +23,7 @@ from verl_profiling.predict.segments import (
     open_calls,
     spans_around,
 )
+from verl_profiling.predict.step_graph import Hold, Limit
 from verl_profiling.slices.intervals import Ints
 from verl_profiling.steps.causes import Pieces
 from verl_profiling.steps.lanes import Step

@@ -14,7 +14,8 @@ from verl_profiling.files.trajectory_log import NO_SPAN
 from verl_profiling.manifest import WAIT
 from verl_profiling.numbers.columns import ServiceRow
 from verl_profiling.numbers.stage_rows import mean_running
-from verl_profiling.predict.limits import Limit, slots_of
+from verl_profiling.predict.limits import slots_of
+from verl_profiling.predict.step_graph import Limit
 from verl_profiling.slices.intervals import EMPTY, Spans, grouped
 from verl_profiling.steps.read import Content
 from verl_profiling.steps.trajectory_columns import GENERATE, LOOP_LAG, Records

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,8 +14,37 @@ from verl_profiling.numbers.given_work import Load
 from verl_profiling.predict.segments import NOTHING, Chains, SegmentTable
 from verl_profiling.slices.intervals import EMPTY, Ints, Spans
 
-if TYPE_CHECKING:
-    from verl_profiling.predict.limits import Limit
+
+class Hold(NamedTuple):
+    """A slot that a trajectory waits for and then holds.
+
+    Attributes:
+        trajectory: Number of the trajectory.
+        since_ns: Begin of the wait.
+        begin_ns: End of the wait, when the trajectory gets the slot.
+        end_ns: Release of the slot.
+    """
+
+    trajectory: int
+    since_ns: int
+    begin_ns: int
+    end_ns: int
+
+
+class Limit(NamedTuple):
+    """A limit of concurrency.
+
+    Attributes:
+        name: Name of the spans that wait, or of the calls before which trajectories wait.
+        slots: Most trajectories that hold a slot at once.
+        holds: All slots that trajectories held.
+        queue: Name of its queue, which no other limit has.
+    """
+
+    name: str
+    slots: int
+    holds: list[Hold]
+    queue: str
 
 
 class Carried(NamedTuple):

@@ -119,7 +119,7 @@ _TITLES = {
     "step": "Step",
     "explained": "The change of the step, by part",
     "missing": "The missing speed-up, by part",
-    "watch": "All steps of the watch, exposed time",
+    "watch": "All steps of the watch, and by how much each stage made them longer",
     "start": "Start-up",
     "stage": "Stages",
     "around": "Around the step",
