@@ -20,6 +20,13 @@ def culprit_and_change(report: dict[str, Any]) -> tuple[str, str]:
     for rules, option, culprit, otherwise in ROW.findall(GUIDE.read_text()):
         for rule in re.findall(r"`(\w+)`", rules):
             table[rule] = option, culprit, otherwise
+    request = report["capture_request"] or {}
+    suspects = request.get("suspects", [])[:1]
+    if request.get("span"):
+        wanted = f"--tools {request['span'].removeprefix('tool:')}"
+        options = [row["option"] for row in report["what_would_help"]]
+        change = next((one for one in options if one.startswith(wanted)), wanted)
+        return " ".join([request["span"], *suspects]), change
     findings = [row for row in report["findings"] if row["rule"] not in OWN_COST]
     if not findings:
         return "", ""
@@ -31,6 +38,8 @@ def culprit_and_change(report: dict[str, Any]) -> tuple[str, str]:
     change = next((row["option"] for row in (*of_stage, *rows)), finding["advice"] or otherwise)
     if culprit == "the cause in `text`":
         return finding["text"], change
+    if suspects and culprit in ("all", "the loop"):
+        return suspects[0], change
     if culprit == "the loop":
         return "controller", change
     lanes = finding["lanes"] if culprit == "all" else finding["lanes"][:1]
