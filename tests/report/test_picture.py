@@ -5,8 +5,8 @@ in rows that do not overlap.
 from __future__ import annotations
 
 import re
-from itertools import zip_longest
 from importlib import resources
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
