@@ -116,18 +116,22 @@ def print_table(
     texts = {at for at, cells in columns if all(map(_is_text, cells))}
     table = table_of(title, heads, texts)
     lines = [[visible(cell.text) for cell in row] for row in rows]
-    cut = [at for at, heading in enumerate(headings) if heading != _TYPED]
-    for line in lines:
-        for at in cut[1:]:
-            line[at] = without_middle(line[at])
+    cut = {at for at, heading in enumerate(headings) if heading != _TYPED}
+    _cut_middles(lines, cut - {0})
     if one_line:
-        _shorten(heads, lines, [at for at in cut if at in texts])
+        _shorten(heads, lines, sorted(cut & texts))
     for number, line in enumerate(lines):
         table.add_row(*map(escape, line), style="dim" if dim and dim[number] else None)
     console.print()
     console.print(table)
     if note:
         console.print(f"[dim]{escape(note)}[/dim]")
+
+
+def _cut_middles(lines: Sequence[list[str]], columns: set[int]) -> None:
+    for line in lines:
+        for at in columns:
+            line[at] = without_middle(line[at])
 
 
 def _is_text(cell: Cell) -> bool:
