@@ -339,6 +339,13 @@ def test_a_loop_that_scores_itself_does_not_train_meanwhile(ranks: int, scoring:
     assert next(iter(waits(made))) == f"trainer waits 95%, mostly: {scoring}"
 
 
+def test_ranks_that_wait_for_a_late_one_wait_for_its_stage() -> None:
+    """A trainer that is in the stage itself does not wait."""
+    early = [use(f"actor_rank{rank}", ("update_actor", 0, 200)) for rank in range(3)]
+    made = judged([*early, use("actor_rank3", ("update_actor", 0, 1000))])
+    assert next(iter(waits(made))) == "trainer waits 60%, mostly: update_actor of other processes"
+
+
 def test_a_training_worker_that_scores_does_not_train_meanwhile() -> None:
     """Its own reward model is what both sides wait for, whatever the loop calls the stage."""
     actor = use("actor_rank0", ("reward", 300, 400), ("update_actor", 700, 300))

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from verl_profiling.files.host_use import SHORT_OF_CPU
 from verl_profiling.files.step_summary import ROLLOUT, TRAINING, Idle, Saving, StepSummary
 from verl_profiling.level_shifts import MATTERS
-from verl_profiling.manifest import UselessPart, useless_parts
+from verl_profiling.manifest import WEIGHT_SYNC, UselessPart, useless_parts
 from verl_profiling.units import duration
 
 if TYPE_CHECKING:  # a hundred classes
     from verl_profiling.numbers.columns import NothingRow, UselessRow
 
+_NO_TRAINING = (ROLLOUT, "reward", "validate", WEIGHT_SYNC)
 _LEAST_WAIT = 0.01
 _FLOWS = {
     "generation made": {"samples_per_s": "samples", "tokens_per_s": "tokens"},
@@ -145,7 +146,10 @@ def _idle_side(
     if idle.share < _LEAST_WAIT:
         return
     side, does, could = words
-    sentence = f"{side} waits {idle.share:.0%}, mostly: {idle.cause or 'in no stage'}"
+    cause = idle.cause or "in no stage"
+    if side == "trainer" and idle.cause and idle.cause not in _NO_TRAINING:
+        cause += " of other processes"  # a trainer in it does not wait
+    sentence = f"{side} waits {idle.share:.0%}, mostly: {cause}"
     if idle.cause == other and rate:
         sentence = f"{side} waits {idle.share:.0%}: {does} {number(rate)} samples/s"
         if idle.share < 1:
