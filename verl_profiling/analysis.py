@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
@@ -326,38 +326,15 @@ class CapturedStep:
             titles = ", ".join(step.inputs.title for step in steps)
             raise ConfigError(method, f"{self.directory} holds {titles}: use by_step() for each")
 
-    def what_if(
-        self,
-        *,
-        scale: Mapping[str, float] | None = None,
-        balance: Sequence[str] = (),
-        no_tail: float | None = None,
-        tools: Mapping[str, float | str] | None = None,
-        unblock: Sequence[str] = (),
-        replicas: int | None = None,
-        concurrency: int | None = None,
-        steps_ahead: int | None = None,
-        on_progress: Progress | None = None,
-    ) -> Prediction:
+    def what_if(self, *, on_progress: Progress | None = None, **changes: Any) -> Prediction:
         """Return the step after changes with its critical path; without changes, the recorded step.
 
-        Only the first call reads the traces.
+        Only the first call reads the traces, and each with changed kernels.
 
         Args:
-            scale: Factor of the time by stage, e.g. ``{"update_actor": 0.5}``, or by kernels:
-                ``kernel:`` and a pattern of their names, e.g. ``kernel:*gemm*``, for which each
-                call reads the traces.
-            balance: Stages in which every worker takes the mean time of the stage's workers.
-                ``update_actor=work`` or ``update_actor=longest-first`` deals the stage's work anew.
-            no_tail: Percentage of its trajectories (else requests) after which a rollout ends.
-            tools: By tool, the duration of each call (s), or its factor as text, e.g. ``0.5x``.
-            unblock: Tools and other spans that no longer block the event loop.
-            replicas: Number of rollout replicas; the prediction gets a lower and an upper bound,
-                as with ``steps_ahead``.
-            concurrency: Most requests that a replica runs at once; more wait in its queue.
-            steps_ahead: Steps that a rollout is ahead of the training, on devices of its own: 0 or
-                1.
             on_progress: Called with each trace once it is read.
+            changes: Fields of :class:`~verl_profiling.predict.changes.Changes`, e.g.
+                ``scale={"update_actor": 0.5}``.
 
         Raises:
             ConfigError: The step has no such stage, kernel, tool, rollout or requests, a number is
@@ -370,23 +347,14 @@ class CapturedStep:
         from verl_profiling.predict.prediction import predict
         from verl_profiling.steps.read import read_step
 
-        changes = Changes(
-            scale or {},
-            balance,
-            no_tail,
-            tools or {},
-            unblock,
-            replicas,
-            concurrency,
-            steps_ahead,
-        )
+        wanted = Changes(**{name: value for name, value in changes.items() if value is not None})
         if self._graph is None:
             self._only_step("what_if")
             content = read_step(self.inputs, on_progress)
             self._graph = graph_of(content), content.coverage.missing
         graph, missing = self._graph
         return predict(
-            graph, changes, self.step, missing, with_kernels(self.inputs, graph, changes.kernels)
+            graph, wanted, self.step, missing, with_kernels(self.inputs, graph, wanted.kernels)
         )
 
     def lanes(self, on_progress: Progress | None = None) -> list[Lane]:

@@ -29,7 +29,7 @@ from verl_profiling.commands import (
 from verl_profiling.commands.common import StepByStep, add_communication, add_paths, add_ray
 from verl_profiling.errors import ConfigError
 from verl_profiling.numbers.columns import PathRow
-from verl_profiling.predict.changes import Changes, factor_of
+from verl_profiling.predict.changes import OPTIONS, factor_of
 from verl_profiling.predict.prediction import Prediction
 from verl_profiling.report.console import fitting_console
 from verl_profiling.report.tables import cells, summed
@@ -46,27 +46,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_paths(parser)
     add_communication(parser)
     add_ray(parser)
-    option(
-        parser,
-        "--scale STAGE=FACTOR,...",
-        "stages, or kernels (e.g. kernel:*gemm*=0.5), take this part of their time",
-        _values(at_least_0("a factor such as 0.5")),
-        many=True,
-    )
-    help = "each of these stages takes the mean of its workers on each of them"
-    option(parser, "--balance A,B", help, names, many=True)
-    help = "a rollout ends when this many of its trajectories, else requests, have ended"
-    option(parser, "--no-tail PERCENT", help, percentage)
-    help = "each call of a tool takes this time, or this factor of it: search=0.2s,sandbox=0.5x"
-    option(parser, "--tools NAME=TIME,...", help, _values(_time), many=True)
-    help = "these tools no longer block the event loop of their agent loop"
-    option(parser, "--unblock A,B", help, names, many=True)
-    help = "the requests of the rollout are served by this many replicas; prints an interval"
-    option(parser, "--replicas NUMBER", help, count)
-    help = "a replica runs at most this many requests at once; prints an interval"
-    option(parser, "--concurrency NUMBER", help, count)
-    help = "1: the next rollout runs beside the training; prints an interval"
-    option(parser, "--async STEPS", help, int, dest="steps_ahead")
+    for field, (usage, help) in OPTIONS.items():
+        kind = usage.partition(" ")[2]
+        option(parser, usage, help, _READERS[kind], many="," in kind, dest=field)
     add_json(parser, "one document per step")
 
 
@@ -75,8 +57,10 @@ def run(arguments: argparse.Namespace) -> bool:
     there.
     """
     work = StepByStep(arguments.paths, arguments.communication, arguments.ray)
-    changes = {name: getattr(arguments, name) for name in Changes.__struct_fields__}
-    changes |= {name: dict(changes[name]) for name in ("scale", "tools")}
+    changes = {}
+    for field, (usage, _) in OPTIONS.items():
+        value = getattr(arguments, field)
+        changes[field] = dict(value) if "=" in usage else value
     predictions = _predictions(work, changes)
     for title, prediction in predictions:
         if arguments.json:
@@ -143,6 +127,17 @@ def _time(text: str) -> float | str:
     number, unit = re.fullmatch(r"(.*?)(ms|us|s|)", text.strip()).groups()  # type: ignore[union-attr]
     seconds = at_least_0("a time such as 0.2s or 150ms, or a factor such as 0.5x")(number)
     return seconds * {"ms": 1e-3, "us": 1e-6}.get(unit, 1.0)
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    "STAGE=FACTOR,...": _values(at_least_0("a factor such as 0.5")),
+    "NAME=TIME,...": _values(_time),
+    "A,B": names,
+    "PERCENT": percentage,
+    "NUMBER": count,
+    "STEPS": int,
+}
+"""Functions that parse a value, by its kind in the usage of its option."""
 
 
 def _print(title: str, prediction: Prediction, console: Console) -> None:

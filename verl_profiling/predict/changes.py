@@ -1,8 +1,8 @@
 """The changes that a user can ask for with ``what-if``: their values, their options, their effect.
 
 A new change is a field of :class:`Changes`, with its check, its option and its assumption, and
-takes effect in :class:`Baseline`. ``CapturedStep.what_if`` and ``commands/what_if.py`` pass it;
-``predict/prediction.py`` offers it as one that would help. Other resources are replayed in
+takes effect in :class:`Baseline`. The command and ``CapturedStep.what_if`` take all fields.
+``predict/prediction.py`` may offer it as one that would help. Other resources are replayed in
 :mod:`verl_profiling.predict.replicas`.
 """
 
@@ -22,6 +22,41 @@ from verl_profiling.predict.kernels import KERNEL
 
 TOOL = "tool:"
 """Prefix of the name of a tool's spans, e.g. ``tool:search``; changes have the name without it."""
+OPTIONS = {
+    "scale": (
+        "--scale STAGE=FACTOR,...",
+        "stages, or kernels (e.g. kernel:*gemm*=0.5), take this part of their time",
+    ),
+    "balance": (
+        "--balance A,B",
+        "each of these stages takes the mean of its workers on each of them",
+    ),
+    "no_tail": (
+        "--no-tail PERCENT",
+        "a rollout ends when this many of its trajectories, else requests, have ended",
+    ),
+    "tools": (
+        "--tools NAME=TIME,...",
+        "each call of a tool takes this time, or this factor of it: search=0.2s,sandbox=0.5x",
+    ),
+    "unblock": (
+        "--unblock A,B",
+        "these tools no longer block the event loop of their agent loop",
+    ),
+    "replicas": (
+        "--replicas NUMBER",
+        "the requests of the rollout are served by this many replicas; prints an interval",
+    ),
+    "concurrency": (
+        "--concurrency NUMBER",
+        "a replica runs at most this many requests at once; prints an interval",
+    ),
+    "steps_ahead": (
+        "--async STEPS",
+        "1: the next rollout runs beside the training; prints an interval",
+    ),
+}
+"""The option of each field of :class:`Changes`: name with the kind of its value, and help."""
 _ASSUMED = (
     "a scaled stage has the same shape, with its own delays and waits",
     "code of the host, gaps and other kernels take as long as before",
