@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from verl_profiling.commands import (
     EXIT_BAD_INPUT,
     EXIT_FINDING,
     EXIT_OK,
+    module_of,
 )
 from verl_profiling.errors import ProfilingError, choices_hint
 from verl_profiling.units import visible
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, summary in COMMANDS.items():
         subparsers[name] = commands.add_parser(name, help=summary, allow_abbrev=False)
         if name in argv[:1]:
-            _configure(subparsers[name], _module(name))
+            _configure(subparsers[name], module_of(name))
     if argv[:1] and argv[0] in subparsers:  # its options may stand between its paths
         given = argparse.Namespace(command=argv[0])
         arguments, unknown = subparsers[argv[0]].parse_known_intermixed_args(argv[1:], given)
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"{used.prog}: unknown argument {unknown[0]}; {hint}")
     gc.set_threshold(100_000, 50, 100)  # commands make millions of objects, and hardly a cycle
     try:
-        is_well: bool = _module(arguments.command).run(arguments)
+        is_well: bool = module_of(arguments.command).run(arguments)
         sys.stdout.flush()
     except ProfilingError as error:
         return _fail(str(error))
@@ -90,10 +90,6 @@ def _with_sides(argv: list[str]) -> list[str]:
 def _configure(parser: argparse.ArgumentParser, module: Any) -> None:
     parser.description, _, parser.epilog = (module.__doc__ or "").rpartition("\n\n")
     module.configure(parser)
-
-
-def _module(command: str) -> Any:
-    return importlib.import_module(f"verl_profiling.commands.{command.replace('-', '_')}")
 
 
 def _fail(message: str) -> int:

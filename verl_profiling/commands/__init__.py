@@ -3,8 +3,9 @@
 A new command is a line of :data:`COMMANDS`, and a module of its name. The help of a command is the
 docstring of its module; the last paragraph is an example. The module has ``configure(parser)``,
 which adds the options, and ``run(arguments)``, which runs the command and returns whether all is
-well (exit code 0, else 1). A module is imported only when its command is used, so that ``--help``
-is quick and ``merge`` loads no numerical library.
+well (exit code 0, else 1). It may have ``DOCUMENTS``, the types of what ``--json`` prints, and
+``TEXTS``, the names of texts beside their fields. A module is imported only when its command is
+used, so that ``--help`` is quick and ``merge`` loads no numerical library.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,11 @@ EXIT_FINDING = 1
 EXIT_BAD_INPUT = 2
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+
+
+def module_of(command: str) -> Any:
+    """Return the module of a command."""
+    return import_module(f"verl_profiling.commands.{command.replace('-', '_')}")
 
 
 def option(

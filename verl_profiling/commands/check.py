@@ -18,6 +18,8 @@ from verl_profiling.commands.common import add_paths, add_ray
 from verl_profiling.manifest import AS_PLANNED
 from verl_profiling.steps.check import CheckResult
 
+DOCUMENTS = (CheckResult,)
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

@@ -44,6 +44,9 @@ from verl_profiling.steps.start_up import StartUp, start_up_of
 from verl_profiling.steps.step import Source
 from verl_profiling.units import duration, visible
 
+DOCUMENTS = (Diff,)
+TEXTS = ("basis", "explained", "verdict")
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

@@ -89,6 +89,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     roles: list[RolePlan] = []
 
 
+DOCUMENTS = (Plan,)
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument(

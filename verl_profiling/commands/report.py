@@ -56,6 +56,9 @@ _Steps = list[tuple[CapturedStep, Report]]
 _WATCHED = "steps of the watch, and by how much each stage made them longer"
 
 
+DOCUMENTS = (Report, RunView)  # of a step, or of a run without captured steps
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_paths(parser)

@@ -14,29 +14,14 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.commands import add_json, print_json
-from verl_profiling.commands.plan import Plan
-from verl_profiling.predict.prediction import Prediction
-from verl_profiling.report.diff import Diff
-from verl_profiling.report.model import Report
-from verl_profiling.report.watch_frame import RunView
-from verl_profiling.steps.check import CheckResult
-
-_DOCUMENTS: dict[str, tuple[type[msgspec.Struct], ...]] = {
-    "report": (Report, RunView),  # of a step, or of a run without captured steps
-    "top": (RunView,),
-    "what-if": (Prediction,),
-    "diff": (Diff,),
-    "check": (CheckResult,),
-    "plan": (Plan,),
-}
-_TEXTS = {"what-if": ("title",), "diff": ("basis", "explained", "verdict")}
-"""Texts that a command adds to its document."""
+from verl_profiling.commands import COMMANDS, add_json, module_of, print_json
+from verl_profiling.errors import ConfigError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("of", metavar="COMMAND", choices=_DOCUMENTS, help=", ".join(_DOCUMENTS))
+    help = "a command whose document has a schema, e.g. report"
+    parser.add_argument("of", metavar="COMMAND", choices=COMMANDS, help=help)
     add_json(parser)
 
 
@@ -51,12 +36,21 @@ def run(arguments: argparse.Namespace) -> bool:
 
 
 def schema_of(command: str) -> dict[str, Any]:
-    """Return the JSON schema of the document of a command."""
-    kinds = _DOCUMENTS[command]
+    """Return the JSON schema of the document of a command.
+
+    Raises:
+        ConfigError: The document has no schema.
+    """
+    module = module_of(command)
+    if not hasattr(module, "DOCUMENTS"):
+        others = [name for name in COMMANDS if hasattr(module_of(name), "DOCUMENTS")]
+        raise ConfigError(command, f"has no schema; the commands with one: {', '.join(others)}")
     references, components = msgspec.json.schema_components(
-        kinds, schema_hook=lambda kind: {"type": "string"}, ref_template="#/$defs/{name}"
+        module.DOCUMENTS,
+        schema_hook=lambda kind: {"type": "string"},
+        ref_template="#/$defs/{name}",
     )
-    properties = components[kinds[0].__name__]["properties"]
-    for name in _TEXTS.get(command, ()):
+    properties = components[module.DOCUMENTS[0].__name__]["properties"]
+    for name in getattr(module, "TEXTS", ()):
         properties[name] = {"type": "string"}
     return {"anyOf": [*references], "$defs": components}

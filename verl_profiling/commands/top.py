@@ -29,6 +29,9 @@ from verl_profiling.steps.inputs import the_run
 _FASTEST_S = 0.1  # the shortest interval
 
 
+DOCUMENTS = (RunView,)
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("run", type=local_path, metavar="RUN", help="folder of a run")

@@ -41,6 +41,10 @@ _SENTENCES = 4  # of a kind that are printed
 _UUID = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f-]{22}\b")  # of a group; 8 digits say which
 
 
+DOCUMENTS = (Prediction,)
+TEXTS = ("title",)
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_paths(parser)

@@ -227,6 +227,14 @@ class ExposedStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     lead_ns: Duration = 0
     imbalance: float = 1.0
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Numbers of the stage for trackers, by name."""
+        numbers = {"exposed_s": self.exposed_ns / 1e9}
+        if self.name:
+            numbers["imbalance"] = self.imbalance
+        return numbers
+
 
 class RoleMemory(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Memory of the processes of a role.

@@ -41,9 +41,7 @@ def values_of(summary: StepSummary) -> dict[str, float]:
     values = {f"{PREFIX}step_s": summary.seconds}
     for row in summary.exposed:
         stage = f"{PREFIX}{row.name or _IN_NO_STAGE}"
-        values[f"{stage}/exposed_s"] = row.exposed_ns / 1e9
-        if row.name:
-            values[f"{stage}/imbalance"] = row.imbalance
+        values |= {f"{stage}/{name}": number for name, number in row.numbers.items()}
         if row.leader in ranks:
             values[f"{stage}/leader_rank"] = float(ranks[row.leader])
     for side, idle in (("trainer", summary.trainer_idle), ("rollout", summary.rollout_idle)):
