@@ -19,7 +19,8 @@ from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
 from verl_profiling.manifest import Request, StageSpan
-from verl_profiling.watch.hangs import HangReporter, ProcessState, culprit
+from verl_profiling.watch.hang_kinds import culprit
+from verl_profiling.watch.hangs import HangReporter, ProcessState
 
 LATENCY = 0.0003  # from the release of a slot to the next acquire (s)
 KINDS = (

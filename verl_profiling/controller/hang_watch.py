@@ -27,14 +27,8 @@ from verl_profiling.files.opener import make_folder, read_small, remove_file, wh
 from verl_profiling.files.run_files import write_json_atomically
 from verl_profiling.files.step_summary import Hang, RankUse, StepSummary
 from verl_profiling.units import duration
-from verl_profiling.watch.hangs import (
-    LOOP_FILE,
-    HangReporter,
-    ProcessState,
-    culprit,
-    in_background,
-    silent,
-)
+from verl_profiling.watch.hang_kinds import culprit, silent
+from verl_profiling.watch.hangs import LOOP_FILE, HangReporter, ProcessState, in_background
 from verl_profiling.watch.process_recorder import end_recorder
 from verl_profiling.watch.sums import NO_LOOKS, StageSums, WatchQuestion, WatchReading
 
