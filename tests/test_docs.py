@@ -198,6 +198,11 @@ def test_where_a_change_goes_names_what_there_is() -> None:
         if path.suffix == ".py" or (path / "__init__.py").exists()
     }
     assert rooms - files <= {PACKAGE / "__init__.py", PACKAGE / "conf"}
+    _, _, changes = section.partition("### Files of a change")
+    named = set(re.findall(r"(?<![\w*-])[\w./-]+\.(?:py|yaml|css|md|cfg)\b(?!\*)", changes))
+    roots = (PACKAGE, ROOT, *(ROOT / "tests" / "integrations", ROOT / "requirements"))
+    absent = {name for name in named if not any((root / name).exists() for root in roots)}
+    assert {name for name in absent if "NAME" not in name} == set()
 
 
 STRUCTS = [
