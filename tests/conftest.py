@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -24,6 +25,7 @@ import pytest
 from reader import Reader
 
 from verl_profiling.capture.session import Session, process_session
+from verl_profiling.cli import main
 from verl_profiling.files import engine_marks, process_marks
 from verl_profiling.testing import leaks
 
@@ -266,3 +268,15 @@ def _pool_of(cluster: str) -> Pool:
     )
     ray.get([actor.counts.remote() for actor in (*pool.sync, pool.asynchronous, pool.threaded)])
     return pool
+
+
+@pytest.fixture
+def reports(capsys: pytest.CaptureFixture[str]) -> Callable[[Path], list[dict[str, Any]]]:
+    """Return the function that gives what ``report --json`` prints of a path."""
+
+    def of(path: Path) -> list[dict[str, Any]]:
+        capsys.readouterr()
+        main(["report", str(path), "--json"])
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    return of

@@ -231,6 +231,12 @@ class Timeline:
         return round((ts - self._shift_us) / 1000, 6)
 
 
+def only(log: TrajectoryLog) -> TrajectoryRecord:
+    """Return the only trajectory of a log."""
+    (trajectory,) = log.trajectories
+    return trajectory
+
+
 def recorded(body: Callable[[], object], most: int = 1_000) -> TrajectoryLog:
     """Return what this process recorded of trajectories while ``body`` ran."""
     log = OpenLog(most)

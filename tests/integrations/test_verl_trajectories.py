@@ -12,7 +12,7 @@ import drawn_logs
 import pytest
 
 from verl_profiling import ProfilingCallback, ProfilingConfig, span
-from verl_profiling.files.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord
+from verl_profiling.files.trajectory_log import SpanRecord, TrajectoryLog
 from verl_profiling.integrations.hooks import noting
 from verl_profiling.integrations.verl import trajectories as hooked
 from verl_profiling.integrations.verl.profiler import Profiler
@@ -130,11 +130,6 @@ def one_trajectory(verl: SimpleNamespace, run: Callable[[], Any], **prompt: Any)
     return recorded(worker._run_agent_loop({}, INFO, agent_name="own", **(prompt or V1_PROMPT)))
 
 
-def only(log: TrajectoryLog) -> TrajectoryRecord:
-    (found,) = log.trajectories
-    return found
-
-
 def names(log: TrajectoryLog) -> list[str]:
     return [found.name for found in log.spans]
 
@@ -152,7 +147,7 @@ def test_several_outputs_of_one_trajectory_are_added(verl: SimpleNamespace) -> N
         versions = [{"min_global_steps": n, "max_global_steps": n + 1} for n in (4, 5)]
         return [output(extra_fields=fields) for fields in versions]
 
-    facts = only(one_trajectory(verl, run)).facts
+    facts = drawn_logs.only(one_trajectory(verl, run)).facts
     assert (facts["turns"], facts["prompt_tokens"], facts["response_tokens"]) == (4, 4, 2)
     assert (facts["min_version"], facts["max_version"]) == (4, 6)
 
@@ -169,7 +164,9 @@ def test_task_environment_and_a_response_of_full_length_are_facts(
     worker = verl.AgentLoopWorker(run)
     worker.rollout_config = SimpleNamespace(response_length=limit)
     prompt = {**V1_PROMPT, "data_source": "gsm8k", "env_name": "docker", "task": None}
-    facts = only(recorded(worker._run_agent_loop({}, INFO, agent_name="own", **prompt))).facts
+    facts = drawn_logs.only(
+        recorded(worker._run_agent_loop({}, INFO, agent_name="own", **prompt))
+    ).facts
     assert (facts["task"], facts["environment"]) == ("gsm8k", "docker")
     assert facts["truncated"] is is_truncated
 
@@ -189,7 +186,7 @@ def test_an_aborted_request_that_is_resumed_is_a_pause(verl: SimpleNamespace) ->
     pauses = named(log, "wait:resume")
     assert len(pauses) == 2
     assert all(pause.end_ns - pause.begin_ns >= 15_000_000 and not pause.failed for pause in pauses)
-    assert only(log).status == "done"
+    assert drawn_logs.only(log).status == "done"
 
 
 def test_a_trajectory_whose_last_request_was_aborted_is_aborted(verl: SimpleNamespace) -> None:
@@ -205,8 +202,8 @@ def test_a_trajectory_whose_last_request_was_aborted_is_aborted(verl: SimpleName
 
         return run
 
-    assert only(one_trajectory(verl, runs("stop", "abort"))).status == "aborted"
-    assert only(one_trajectory(verl, runs("abort", "stop"))).status == "done"
+    assert drawn_logs.only(one_trajectory(verl, runs("stop", "abort"))).status == "aborted"
+    assert drawn_logs.only(one_trajectory(verl, runs("abort", "stop"))).status == "done"
 
 
 def test_tool_calls_have_the_names_of_tools(verl: SimpleNamespace) -> None:
@@ -222,7 +219,7 @@ def test_tool_calls_have_the_names_of_tools(verl: SimpleNamespace) -> None:
     log = one_trajectory(verl, run)
     assert sorted(names(log)) == ["tool:(unknown)", "tool:search", "tool:search"]
     assert len(named(log, "tool:(unknown)")[0].facts["requested"]) == 120  # type: ignore[arg-type]
-    assert only(log).facts["tool_calls"] == 3
+    assert drawn_logs.only(log).facts["tool_calls"] == 3
 
 
 def test_the_sandbox_of_a_tool_is_started_and_stopped_inside_its_call(

@@ -17,7 +17,6 @@ import pytest
 from drawn_steps import Kernel, Worker, drawn_inputs, ns
 from step_folders import read_events
 
-from verl_profiling.cli import main
 from verl_profiling.manifest import StepSpan
 from verl_profiling.steps.check import check
 
@@ -27,18 +26,6 @@ DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 BASE_NS = 1_767_225_600_000_000_000
 Json = dict[str, Any]
 Reports = Callable[[Path], list[Json]]
-
-
-@pytest.fixture
-def reports(capsys: pytest.CaptureFixture[str]) -> Reports:
-    """Return the function that gives what ``report --json`` prints of a path."""
-
-    def of(path: Path) -> list[Json]:
-        capsys.readouterr()
-        main(["report", str(path), "--json"])
-        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-    return of
 
 
 def event(

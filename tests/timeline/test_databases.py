@@ -44,18 +44,6 @@ TABLES = {
 }
 
 
-@pytest.fixture
-def reports(capsys: pytest.CaptureFixture[str]) -> Reports:
-    """Return the function that gives what ``report --json`` prints of a path."""
-
-    def of(path: Path) -> list[Json]:
-        capsys.readouterr()
-        main(["report", str(path), "--json"])
-        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-    return of
-
-
 class Export:
     """A drawn export: the rows of its tables, and the truth of each process."""
 

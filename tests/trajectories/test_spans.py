@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn_logs import recorded
+from drawn_logs import only, recorded
 
 from verl_profiling import span, trajectory, trajectory_status
 from verl_profiling.files.trajectory_log import (
     SpanRecord,
     TrajectoryLog,
-    TrajectoryRecord,
     read_log,
 )
 from verl_profiling.testing import record_step
@@ -37,11 +36,6 @@ def ran(coroutine: Any, most: int = MOST) -> TrajectoryLog:
 
 def named(log: TrajectoryLog, name: str) -> SpanRecord:
     (found,) = (found for found in log.spans if found.name == name)
-    return found
-
-
-def only(log: TrajectoryLog) -> TrajectoryRecord:
-    (found,) = log.trajectories
     return found
 
 
