@@ -49,7 +49,7 @@ FLOORS = (
 )
 # What both sides of the manifest know: the words, the errors, the manifest itself.
 SHARED = (
-    *("errors", "clock", "units", "identity", "level_shifts", "slices"),
+    *("errors", "clock", "units", "typed_values", "identity", "level_shifts", "slices"),
     *("manifest", "files", "capture_request"),
 )
 ANALYSIS = ("steps", "numbers", "timeline", "report", "predict", "analysis", "commands", "cli")

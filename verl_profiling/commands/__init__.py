@@ -15,13 +15,16 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from verl_profiling.errors import ConfigError
 from verl_profiling.files.remote import is_url
+from verl_profiling.typed_values import Size, value_of
 from verl_profiling.units import visible
 
 COMMANDS = {
@@ -49,8 +52,6 @@ BETWEEN_SIDES = Path("\0")
 EXIT_OK = 0
 EXIT_FINDING = 1
 EXIT_BAD_INPUT = 2
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 def module_of(command: str) -> Any:
@@ -153,11 +154,11 @@ def size(text: str) -> int:
     Raises:
         ArgumentTypeError: The text is not a size.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", text.upper())
-    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
-    if not size:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 200M")
-    return size
+    with suppress(ConfigError):
+        size: int = value_of(Size, text, "size")
+        if size:
+            return size
+    raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 200M")
 
 
 def count(text: str) -> int:
