@@ -334,7 +334,7 @@ class CapturedStep:
         Args:
             on_progress: Called with each trace once it is read.
             changes: Fields of :class:`~verl_profiling.predict.changes.Changes`, e.g.
-                ``scale={"update_actor": 0.5}``.
+                ``scale={"update_actor": 0.5}``; ``None`` for no change.
 
         Raises:
             ConfigError: The step has no such stage, kernel, tool, rollout or requests, a number is

@@ -745,7 +745,7 @@ def test_a_step_without_the_stage_is_left_out(
             {"balance": "rollout"},
             "--balance: 'rollout' is no list of names, such as \\['search'\\]",
         ),
-        ({"unblock": None}, "--unblock: None is no list of names, such as \\['search'\\]"),
+        ({"unblock": 3}, "--unblock: 3 is no list of names, such as \\['search'\\]"),
         (
             {"tools": {"search": "1s"}},
             "search='1s' is not a finite number of at least 0, such as 0.2 \\(s",
