@@ -187,6 +187,11 @@ class Agents(AgentLoopCaptureMixin):
                 else:
                     await asyncio.sleep(0.05)
 
+    async def call_tools(self, switches: list[Path]) -> None:
+        """Call tools one after another."""
+        for switch in switches:
+            await self.call_tool(switch)
+
     async def _trajectory(self, engine: Any, seconds: float) -> None:
         async with trajectory(group="prompt"):
             await engine.generate.remote(seconds)

@@ -339,6 +339,29 @@ def test_a_task_that_ray_cannot_schedule_is_told(tmp_path: Path, pool: Pool) -> 
     assert "for Ray, with no worker in anything" in hangs(config)[0].reason
 
 
+def test_two_hangs_of_one_step_are_told_apart(
+    tmp_path: Path, agents: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first tool returns, and the next one of the same call hangs: the loop sees neither."""
+    config, switches = watched(tmp_path), [tmp_path / "first", tmp_path / "second"]
+    for switch in switches:
+        switch.touch()
+    with loop(config, ("agent_loop", [agents])) as callback, callback.stage("rollout"):
+        calls = agents.call_tools.remote(switches)
+        first = the_hang(config)
+        time.sleep(4)  # it is asked again, and is the same
+        assert len(hangs(config)) == 1
+        switches[0].unlink()
+        assert after_a_while(lambda: len(hangs(config)) == 2, 30), caplog.messages
+        second = hangs(config)[1]
+        switches[1].unlink()
+        ray.get(calls)
+    assert first.lane == second.lane == "agent_loop_rank0"
+    assert [text.partition(",")[0] for text in caplog.messages if "step 4 goes on" in text] == [
+        "watch: step 4 goes on"
+    ] * 2
+
+
 def test_a_long_step_that_progresses_is_no_hang(
     tmp_path: Path, pool: Pool, agents: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

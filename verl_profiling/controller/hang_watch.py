@@ -35,6 +35,7 @@ from verl_profiling.watch.sums import NO_LOOKS, StageSums, WatchQuestion, WatchR
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 2.0  # between two checks; a short hang_s is divided into five
+_AGAIN = 0.25  # share of a hang's length after which it is asked again: 25 times in ten hours
 _ANSWER_S = 1.0  # for answers, in addition to the interval at which workers check
 _USUAL_STEPS = 20  # latest steps: their median is the usual duration of a stage
 _MANY_TIMES = 3  # times the usual duration without progress: less is a slow stage
@@ -70,6 +71,8 @@ class HangWatch:
     _examined: StepSummary | None = None
     _slow: StepSummary | None = None
     _elsewhere_ns: int = 0
+    _asked_ns: int = 0
+    _kept: Hang | None = None
 
     def step_begins(self) -> None:
         """Start the thread that checks for hangs, unless it runs; it ends when no step is open."""
@@ -136,9 +139,18 @@ class HangWatch:
                     duration(open_s),
                     stage or "no stage",
                 )
-        elif quiet_s >= limit_s and self._examined is not step:
+        elif quiet_s >= limit_s and (
+            self._examined is not step or self._is_asked_again(limit_s, quiet_s)
+        ):
             self._examined = step
             self._judge(step, stage, usual_s, limit_s)
+
+    def _is_asked_again(self, limit_s: float, quiet_s: float) -> bool:
+        """Return whether to ask in a hang if it is still the same one: elsewhere, something may
+        have progressed, and hang again. The longer it lasts, the more seldom.
+        """
+        asked_s = (clock.now_ns() - self._asked_ns) / 1e9
+        return asked_s >= max(limit_s, _AGAIN * quiet_s)
 
     def _judge(self, step: StepSummary, stage: str, usual_s: float | None, limit_s: float) -> None:
         """Ask all processes whether something progresses; else the step hangs, and is logged.
@@ -149,15 +161,21 @@ class HangWatch:
             usual_s: Usual duration (s) of the stage or else of a step, if it is known.
             limit_s: Time (s) without progress after which the step hangs.
         """
+        if self.hanging is step:
+            self._keep_stacks(step)  # the answers replace them
+        asked_ns, self._asked_ns = self._asked_ns, clock.now_ns()
         everyone = self._ask()
         quiet_s = self._quiet_s(step)
         for state in everyone:
             if state.process is not None:
                 quiet_s = min(quiet_s, state.quiet_s)
-        if quiet_s < limit_s:
+        # Quiet since a limit before the last asking, or for less: half a limit is in between.
+        since_s = (self._asked_ns - asked_ns) / 1e9 + limit_s / 2
+        is_over = self.hanging is step and quiet_s < since_s
+        if quiet_s < limit_s or is_over:
             self._elsewhere_ns = clock.now_ns() - int(1e9 * quiet_s)
             self._goes_on()
-        elif step is self.loop.step:
+        elif step is self.loop.step and self.hanging is not step:
             lane, reason, waiting = culprit(everyone, stage)
             step.hang = Hang(stage, quiet_s, usual_s, lane, reason, waiting)
             self.hanging = step
@@ -189,7 +207,12 @@ class HangWatch:
             self.publish()
 
     def _keep_stacks(self, step: StepSummary) -> None:
-        """Copy the files of the loop and of the process that it waited for, for the run's page."""
+        """Copy the files of the loop and of the process that it waited for, for the run's page,
+        once for each hang.
+        """
+        if self._kept is step.hang:
+            return
+        self._kept = step.hang
         kept = self.folder / ended_hang(step.step)
         lane = step.hang.lane if step.hang else ""
         with suppress(OSError):  # a process that is dead has none
