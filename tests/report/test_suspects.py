@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from drawn_steps import Drawn, Worker, drawn_inputs
+from drawn_summaries import summary
 from step_folders import rewrite, rewrite_worker
 from step_outcome import printed
 
@@ -20,6 +21,7 @@ from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
+from verl_profiling.watch.log_writer import WatchLog
 
 SLOW_STAGE = Trigger(
     kind="anomaly",
@@ -301,6 +303,76 @@ def test_what_is_of_the_suspect_alone_is_the_first_finding(tmp_path: Path) -> No
     first, second, *_ = reported(tmp_path, SLOW_STAGE).findings
     assert (first.rule, first.lanes, second.rule) == ("straggler", ["actor_rank1"], "host_blocked")
     assert second.seconds > first.seconds
+
+
+LEADER = msgspec.structs.replace(SLOW_STAGE, sign="leader", value=0.2, median=0.0)
+
+
+def write_log(run: Path, trigger: Trigger, captured_s: float) -> Path:
+    """Write the log of a run whose step 41 is noticed and whose step 1 is captured; return the
+    folder of that step.
+    """
+    log = WatchLog(run)
+    noticed = summary(41, {"update_actor": 9500})
+    log(msgspec.structs.replace(noticed, noticed=trigger))
+    log(summary(1, {"update_actor": 1000 * captured_s}, leader="", captured="step_000001"))
+    folder = run / "step_000001"
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("trigger", [LEADER, msgspec.structs.replace(LEADER, suspects=[])])
+def test_the_rank_that_started_to_record_last_is_not_blamed_for_it(
+    trigger: Trigger, tmp_path: Path
+) -> None:
+    """Of ranks with a loop each, as no rank waits for another one's start before it works."""
+    reduce = "ncclDevKernel_AllReduce"
+    late: list[Drawn] = [("rollout", 0, 2), ("update_actor", 2, 4.5)]
+    early: list[Drawn] = [("rollout", -2, -1.9), ("update_actor", -1.9, 4.5)]
+    workers = [
+        rank(0, [("gemm", 0, 4), (reduce, 4, 4.5)], late),
+        rank(1, [("gemm", -1.9, 2), (reduce, 2, 4.5)], early),
+    ]
+    workers[0].tool = [("start", -2, 0, None)]
+    workers[1].tool = [("start", -2.1, -2, None)]
+    workers[1].recorded = (-2, 10)
+    folder = write_log(tmp_path, trigger, 2.5)
+    report = asked_by(trigger, folder, workers, late, 4.5)
+    texts = [finding.text for finding in report.findings]
+    told = (
+        "actor_rank0 still started to record while the others worked (2.00 s). So the 2.00 s for "
+        "which they waited for it in update_actor are of the capture."
+    )
+    blamed = [finding.lanes for finding in report.findings if finding.rule == "straggler"]
+    assert blamed == [trigger.suspects] * bool(trigger.suspects)
+    if blamed:
+        slow = "is slow in update_actor, as noticed: it took 4.40 s without waits, actor_rank0 2.50"
+        assert slow in texts.pop(0)
+    assert texts[0] == told
+    rewrite_worker(folder, "actor_rank0", tool_spans=[])
+    assert "actor_rank0 is the last to enter" in open_step(folder).report().findings[0].text
+
+
+@pytest.mark.parametrize(
+    ("trigger", "captured_s", "slow", "told"),
+    [
+        (SLOW_STAGE, 4.4, 3.0, "update_actor took 4.40 s here, 6.00 s then, and 3.00 s before"),
+        (SLOW_STAGE, 4.6, 3.0, ""),
+        (LEADER, 6.0, 0.8, "the lead of actor_rank1 in update_actor is 800 ms here, and was 2.00"),
+        (LEADER, 6.0, 1.2, ""),
+    ],
+)
+def test_a_capture_without_what_was_noticed_says_so_first(
+    trigger: Trigger, captured_s: float, slow: float, told: str, tmp_path: Path
+) -> None:
+    """The length of a lead is known from the traces, where the watch saw no leader."""
+    folder = write_log(tmp_path, trigger, captured_s)
+    first = two_ranks(folder, trigger, slow).findings[0]
+    if told:
+        assert (first.rule, first.lanes) == ("fault_gone", [])
+        assert f"What was noticed in step 41 is not in this step: {told}" in first.text
+    else:
+        assert "actor_rank1 is the last" in first.text
 
 
 def test_a_process_that_ran_no_operator_is_not_damaged(

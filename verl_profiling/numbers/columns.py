@@ -906,21 +906,43 @@ the device is busy then.
 
 
 class RequestedCapture(Trigger, frozen=True, kw_only=True):
-    """The request of a capture: the fields of a ``Trigger``, and the rank that was last in
-    collectives.
+    """The request of a capture: the fields of a ``Trigger``, the rank that was last in
+    collectives, and whether the step has what was noticed.
 
     Attributes:
         when: Begin of the capture as a date and time, on the clock of the loop's host.
         last: Rank for which the others mostly waited in the collectives of the trigger's stage, or
             ``""``.
         waited_s: Total time for which the others waited for ``last`` (s).
+        late_start_s: Time for which the others worked while ``last`` still started to record (s),
+            added up over the others.
         only: Stages of a capture that is limited to a stage, those of the loop and of its workers.
+        noticed_s: Length of what was noticed: of a lead, or of the slow step, stage or span (s);
+            ``None`` if unknown.
+        usual_s: The same before it was noticed (s); of a lead 0.
+        seen_s: The same in the captured step (s); ``None`` if unknown.
     """
 
     when: str = ""
     last: str = ""
     waited_s: float = 0.0
+    late_start_s: float = 0.0
     only: list[str] = []
+    noticed_s: float | None = None
+    usual_s: float = 0.0
+    seen_s: float | None = None
+
+    @property
+    def is_late_start(self) -> bool:
+        """Whether the others waited for ``last`` mostly because it started to record later."""
+        return self.late_start_s >= self.waited_s / 2 > 0
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the captured step has less than half of what was noticed."""
+        if self.noticed_s is None or self.seen_s is None:
+            return False
+        return self.seen_s - self.usual_s < (self.noticed_s - self.usual_s) / 2
 
 
 class Percentiles(Struct, frozen=True):

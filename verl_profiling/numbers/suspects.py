@@ -28,6 +28,7 @@ from verl_profiling.numbers.capture_rows import measures_of
 from verl_profiling.numbers.collectives import last_to
 from verl_profiling.numbers.columns import Kind, RequestedCapture, SuspectRow
 from verl_profiling.numbers.idle_causes import cause_name
+from verl_profiling.numbers.requested_fault import late_start_s
 from verl_profiling.slices.intervals import (
     Spans,
     intersection,
@@ -71,6 +72,7 @@ def requested_of(
         when=local_time(manifest.begin_ns),
         last=last,
         waited_s=waited_s,
+        late_start_s=late_start_s(last, step),
     )
     return request, rows
 

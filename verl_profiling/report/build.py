@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ from verl_profiling.numbers import capture_rows, collectives, idle_causes, lane_
 from verl_profiling.numbers.achieved import Achieved
 from verl_profiling.numbers.bandwidth import link_rows
 from verl_profiling.numbers.given_work import with_reason, work_rows
+from verl_profiling.numbers.requested_fault import with_fault
 from verl_profiling.numbers.rollout_section import rollout_of
 from verl_profiling.numbers.suspects import requested_of
 from verl_profiling.numbers.taught_nothing import useless_training
@@ -65,6 +66,10 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
     unmatched_ns = sum(map(length, collectives.unmatched(step, calls).values()))
     unmatched_ns += collectives.whole_graphs_ns(step.lanes)
     request, suspects = requested_of(step, calls)
+    log = _log_of(inputs)
+    watched = _watched(inputs, log)
+    if request is not None and watched is not None:
+        request = with_fault(request, suspects, watched, log)
     engines = [lane_rows.engine_row(lane, step) for lane in step.lanes if lane.is_engine]
     of_manifest: dict[str, Any] = {}
     if inputs.manifest is not None:
@@ -110,7 +115,7 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         capture_request=request,
         suspects=suspects,
         counters=list(capture_rows.counter_rows(content.counts, step.begin_ns, step.end_ns)),
-        watched=_watched(inputs),
+        watched=watched,
         capture_steps=inputs.capture.steps if inputs.capture else [],
     )
     return visible_text_of(find(report))
@@ -148,12 +153,18 @@ def _of_manifest(manifest: Manifest, step: Step) -> dict[str, Any]:
     }
 
 
-def _watched(inputs: StepInputs) -> StepSummary | None:
-    """Return the last summary of the captured step in the log of the run's watch."""
+def _log_of(inputs: StepInputs) -> list[StepSummary]:
+    """Return the log of the run's watch; empty without one."""
     with suppress(TraceFormatError):
-        for line in reversed(read_watch_log(inputs.directory.parent)):
-            if (line.step, line.captured) == (inputs.step, inputs.directory.name):
-                return line
+        return read_watch_log(inputs.directory.parent)
+    return []
+
+
+def _watched(inputs: StepInputs, log: Sequence[StepSummary]) -> StepSummary | None:
+    """Return the last summary of the captured step in the log of the run's watch."""
+    for line in reversed(log):
+        if (line.step, line.captured) == (inputs.step, inputs.directory.name):
+            return line
     return None
 
 

@@ -97,6 +97,10 @@ def stragglers(report: Report) -> Iterator[Loss]:
     for row in _outermost(report):
         if row.stage != ROLLOUT or report.tail is None:  # the tail says who was late in the rollout
             worst.setdefault(row.slowest, row)
+    request = report.capture_request
+    if request is not None and request.is_late_start and request.last not in request.suspects:
+        # the others ran the stages before it, beside its start
+        worst.pop(request.last, None)
     lanes = [row.name for row in report.workers]
     for row in worst.values():
         others_us = row.slowest_us - row.behind_us / (row.workers - 1)

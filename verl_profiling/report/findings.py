@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from verl_profiling.files.step_summary import ROLLOUT
-from verl_profiling.files.watch_signs import SLOW_STAGE
+from verl_profiling.files.watch_signs import LEADER, SLOW_STAGE
 from verl_profiling.manifest import WEIGHT_SYNC
 from verl_profiling.numbers.stage_rows import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report import finding_measures, slow_links
@@ -60,11 +60,11 @@ class Rule(NamedTuple):
 def find(report: Report) -> Report:
     """Return the report with its findings, sorted by the seconds at stake.
 
-    Exceptions to this order: In a requested capture, the rank that is last to enter the collectives
-    of the stage comes first. Missing data follow, because they make all numbers partial. After a
-    request of the watch, findings on its suspects alone precede others, and findings without a
-    culprit come later. Findings on the cost of the capture come last, because they are not about
-    the training.
+    Exceptions to this order: In a requested capture, what it shows of the fault comes first: that
+    the fault is gone, or which rank is last to enter the collectives of the stage. Missing data
+    follow, because they make all numbers partial. After a request of the watch, findings on its
+    suspects alone precede others, and findings without a culprit come later. Findings on the cost
+    of the capture come last, because they are not about the training.
     """
     first, last = (list(_above(_findings(report, rules))) for rules in (_FIRST, _LAST))
     measured = list(_findings(report, _RANKED))
@@ -130,13 +130,58 @@ def _belongs(lane: str, suspect: str) -> bool:
 
 
 def _comes_last(report: Report) -> Iterator[Loss]:
+    """Yield the rank for which the others waited, if this may be the fault."""
     request = report.capture_request
-    if request is not None and request.last:
+    if request is None or not request.last or request.is_late_start:
+        return
+    if not request.is_gone or request.last in request.suspects:
         text = (
             f"Of the captured ranks, {request.last} is the last to enter the collectives of "
             f"{request.stage or 'the step'}: the others waited {duration(request.waited_s)} for it."
         )
         yield Loss(text, request.waited_s, [request.last])
+
+
+def _starts_last(report: Report) -> Iterator[Loss]:
+    """Yield the rank for which the others waited because its recording started later."""
+    request = report.capture_request
+    if request is not None and request.is_late_start:
+        text = (
+            f"{request.last} still started to record while the others worked "
+            f"({duration(request.late_start_s)}). So the {duration(request.waited_s)} for which "
+            f"they waited for it in {request.stage or 'the step'} are of the capture."
+        )
+        yield Loss(text, request.waited_s)
+
+
+def _is_gone(report: Report) -> Iterator[Loss]:
+    """Yield that the step is not slow in the way that the watch noticed."""
+    request = report.capture_request
+    if request is not None and request.is_gone:
+        then, here = duration(request.noticed_s or 0.0), duration(request.seen_s or 0.0)
+        if request.sign == LEADER:
+            lead = f"the lead of {listed(request.suspects)} in {request.stage} is {here}"
+            text = f"{lead} here, and was {then} then"
+        else:
+            name = request.span or request.stage or "the step"
+            usual = duration(request.usual_s)
+            text = f"{name} took {here} here, {then} then, and {usual} before that"
+        text = f"What was noticed in step {request.noticed} is not in this step: {text}."
+        yield Loss(text, 0.0)
+
+
+def _slow_suspect(report: Report) -> Iterator[Loss]:
+    """Yield the suspect that is as slow here as it was, where waits for it do not show this."""
+    request = report.capture_request
+    if request is None or request.seen_s is None or request.is_gone or not request.is_late_start:
+        return
+    for row in report.suspects:
+        if (row.kind, row.name, row.difference) == ("stage", request.stage, request.seen_s):
+            text = (
+                f"{row.suspect} is slow in {row.name}, as noticed: it took {duration(row.value)} "
+                f"without waits, {row.peers} {duration(row.peer_value or 0.0)}."
+            )
+            yield Loss(text, request.seen_s, [row.suspect])
 
 
 def _in_no_stage(report: Report) -> Iterator[Loss]:
@@ -198,7 +243,15 @@ def _by_cost(report: Report) -> list[str]:
 
 
 _FIRST = (
+    Rule(
+        "fault_gone",
+        0.0,
+        _is_gone,
+        "capture again while it lasts: `verl-profiling trigger RUN`",
+    ),
+    Rule("straggler", 0.0, _slow_suspect),
     Rule("straggler", 0.0, _comes_last),
+    Rule("late_start", 0.0, _starts_last),
     Rule("between_stages", 0.0, _in_no_stage, _MARK_STAGES, ""),
     Rule(
         "device_unrecorded",
@@ -288,8 +341,8 @@ _COMMON = ("no_requests", "weight_sync", "host_blocked", "host_bound")
 _OF_DEVICES = (*_COMMON, "long_tail", "after_generation", "queued", "gc", "exposed_communication")
 """Rules about the same time: that of all devices."""
 
-OWN_COST = tuple(rule.name for rule in _LAST)
-"""Rules about what the capture itself costs."""
+OWN_COST = ("fault_gone", "late_start", *(rule.name for rule in _LAST))
+"""Rules about the capture itself, such as its cost."""
 USUAL = ("trajectory_cause",)
 """Rules about usual work, such as a tool's, which is no loss."""
 FINDINGS = {rule.name: rule.threshold for rule in (*_RANKED, *_LAST)}

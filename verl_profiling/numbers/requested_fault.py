@@ -1,0 +1,72 @@
+"""Whether a requested capture has what was noticed, and what its own start did to the waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.files.watch_signs import LEADER, MEMORY, sign_of
+from verl_profiling.numbers.columns import RequestedCapture, SuspectRow
+from verl_profiling.slices.intervals import intersection, length, subtract, time_of
+from verl_profiling.steps.lanes import Step
+
+_OF_STAGE = "stage"
+"""Kind of the rows with the time in a stage without waits for other ranks."""
+
+
+def late_start_s(name: str, step: Step) -> float:
+    """Return how long other workers of a role worked while this one still started to record (s).
+
+    Ranks that each drive a loop of their own do not wait for each other's start: the first
+    collective does, and the rank that started last seems to be slow. The times of the others are
+    added up, as their waits are.
+
+    Args:
+        name: Name of a worker, or of one of its lanes.
+        step: The captured step.
+    """
+    late_ns = 0
+    for worker in step.workers:
+        if name != worker.name and not name.startswith(f"{worker.name} "):
+            continue
+        starts = time_of(worker.tool_spans, "start")
+        for other in step.workers:
+            if other.identity.role == worker.identity.role and other.name != worker.name:
+                worked = subtract(time_of(other.stages), time_of(other.tool_spans, "start"))
+                late_ns += length(intersection(starts, worked))
+    return late_ns / 1e9
+
+
+def with_fault(
+    request: RequestedCapture,
+    suspects: Sequence[SuspectRow],
+    watched: StepSummary,
+    log: Sequence[StepSummary],
+) -> RequestedCapture:
+    """Return the request with the length of what was noticed, then and in the captured step.
+
+    Args:
+        request: The request of the capture.
+        suspects: Its suspects, compared with their peers.
+        watched: The watch's summary of the captured step.
+        log: The log of the watch.
+    """
+    if not request.sign or request.sign == MEMORY:  # memory has no length
+        return request
+    seen_s = sign_of(request).value_in(request, watched)
+    if request.sign != LEADER:
+        return replace(request, noticed_s=request.value, usual_s=request.median, seen_s=seen_s)
+    noticed = [line for line in log if line.step == request.noticed and line.noticed is not None]
+    if not noticed:  # the lead is a share of that step
+        return request
+    # A trace tells waits from work. The watch often cannot, and then knows no leader.
+    leads_s = []
+    for row in suspects:
+        if (row.kind, row.name) == (_OF_STAGE, request.stage) and row.difference is not None:
+            leads_s.append(row.difference)
+    if seen_s:
+        leads_s.append(seen_s * watched.seconds)
+    noticed_s = request.value * noticed[-1].seconds
+    return replace(request, noticed_s=noticed_s, seen_s=max(leads_s, default=None))
