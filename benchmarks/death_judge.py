@@ -242,8 +242,9 @@ def run_once(kind: str) -> dict[str, Any]:
             print(Path(folder, "log.txt").read_text()[-2000:], output, file=sys.stderr)
         said = said.replace(folder, "").replace(f"{Path(__file__).parent}/", "")
     _, who, what = KINDS[kind]
-    begins = f"{who} went first in step {DEATH}" if who else "who went first is not known"
+    begins = f"{who} went first" if who else "who went first is not known"
     is_right = said.startswith(begins) and (f": {what}: " in said or not who)
+    is_right = is_right and (f"step {DEATH}" in said or not who)
     return {"kind": kind, "right": is_right, "unknown": "not known" in said, "said": said}
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -64,7 +66,10 @@ def test_a_process_that_is_killed_is_named_by_those_that_saw_it_die(tmp_path: Pa
     """It has left nothing; its parent may know the signal, if it looked before its own end."""
     assert run_loop(tmp_path, "kill") != 0
     [sentence] = said(tmp_path)
-    assert sentence.startswith("actor_rank1 went first in step 4, update_actor: signal: ")
+    assert re.match(
+        r"actor_rank1 went first, last seen in update_actor of step 4, \d\.\d s before: signal: ",
+        sentence,
+    )
     assert main(["check", str(tmp_path)]) == 1
 
 
@@ -102,10 +107,13 @@ def test_a_process_that_handled_a_failure_before_may_be_killed(tmp_path: Path) -
         tmp_path,
         record("controller", 1, step=4, end=LOST, gone=seen),
         record("actor_rank0", 2, stage="update_actor"),
-        record("actor_rank1", 3, stage="update_actor", end=handled),
+        record("actor_rank1", 3, stage="update_actor", end=handled, at_ns=192 * S),
         record("actor_rank2", 4, gone=[Gone(150 * S, "actor_rank3", 5)]),
         record("actor_rank3", 5, end=replace(handled, has_left=True)),
-    ) == ["actor_rank1 went first in step 4, update_actor: signal: killed by SIGKILL"]
+    ) == [
+        "actor_rank1 went first, last seen in update_actor of step 4, 8.0 s before: signal: "
+        "killed by SIGKILL"
+    ]
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
@@ -115,15 +123,20 @@ def test_a_loop_that_is_killed_had_handled_the_failures_before(
     """Else an exception would have left it. The failure is said, as it may be why it was killed."""
     failed = End(at_ns=200 * S, error="ValueError: no reward", stage="reward")
     seen = [Gone(202 * S, "controller", 1, signal=9)] if is_seen else []
-    how = "killed by SIGKILL" if is_seen else "it left nothing: a signal, or a crash in native code"
+    how = "2.0 s before: signal: killed by SIGKILL"
+    if not is_seen:
+        how = (
+            "how long before is not known: signal: nobody saw which one, or it crashed in native "
+            "code; it wrote nothing at its end"
+        )
     assert said_of(
         tmp_path,
-        record("controller", 1, step=4, stage="update_actor"),
+        record("controller", 1, step=4, stage="update_actor", at_ns=200 * S),
         record("actor_rank0", 2, gone=seen),
         record("actor_rank1", 3, end=failed),
     ) == [
-        f"controller went first in step 4, update_actor: signal: {how}; before, actor_rank1 had "
-        "raised ValueError: no reward"
+        f"controller went first, last seen in update_actor of step 4, {how}; before, actor_rank1 "
+        "had raised ValueError: no reward"
     ]
 
 
@@ -140,9 +153,37 @@ def test_processes_of_two_containers_may_have_one_number(tmp_path: Path) -> None
         tmp_path,
         record("controller", 1, step=4, end=LOST),
         record("actor_rank0", 7, "a", stage="update_actor", end=replace(LOST, at_ns=202 * S)),
-        record("actor_rank1", 7, "b", stage="old_log_prob"),
+        record("actor_rank1", 7, "b", stage="old_log_prob", at_ns=199 * S),
         record("actor_rank2", 8, "b", gone=seen),
-    ) == ["actor_rank1 went first in step 4, old_log_prob: signal: killed by SIGKILL"]
+    ) == [
+        "actor_rank1 went first, last seen in old_log_prob of step 4, 1.0 s before: signal: "
+        "killed by SIGKILL"
+    ]
+
+
+def test_a_step_or_stage_is_claimed_of_the_killed_process_only_if_it_was_read_there(
+    tmp_path: Path,
+) -> None:
+    """Not the stage in which the others were then, or the step of the loop, if they had gone on."""
+    log = WatchLog(tmp_path)
+    for step, begin, end in ((11, 180, 190), (12, 190, 196)):
+        log(StepSummary(step=step, begin_ns=begin * S, end_ns=end * S))
+    seen = [Gone(200 * S, "actor_rank1", 3, signal=9)]
+    loop = record("actor_rank0", 2, step=13, stage="rollout", at_ns=199 * S, gone=seen, end=LOST)
+    told = {}
+    for at, stage in ((195, "update_actor"), (197, ""), (170, "rollout")):
+        folder = tmp_path / str(at)
+        shutil.copytree(tmp_path, folder, ignore=shutil.ignore_patterns("1*"))
+        dead = record("actor_rank1", 3, stage=stage, at_ns=at * S)
+        [told[at]] = said_of(folder, loop, dead)
+    assert told == {
+        at: f"actor_rank1 went first, last seen in {words} before: signal: killed by SIGKILL"
+        for at, words in (
+            (195, "update_actor of step 12, 5.0 s"),
+            (197, "no stage of step 13, 3.0 s"),
+            (170, "rollout, 30.0 s"),
+        )
+    }
 
 
 @pytest.mark.parametrize(("number", "name"), [(15, "SIGTERM"), (40, "signal 40")])
@@ -153,7 +194,10 @@ def test_the_kernel_kills_for_memory_with_one_signal_only(
     seen = [Gone(200 * S, "actor_rank1", 7, signal=number, oom_kills=2)]
     assert said_of(
         tmp_path, record("controller", 1, step=4, end=LOST, gone=seen), record("actor_rank1", 7)
-    ) == [f"actor_rank1 went first in step 4, in no stage: signal: killed by {name}"]
+    ) == [
+        "actor_rank1 went first, last seen in no stage of step 4, how long before is not known: "
+        f"signal: killed by {name}"
+    ]
 
 
 def test_what_fails_after_the_end_of_training_is_no_death_of_the_run(tmp_path: Path) -> None:
@@ -265,7 +309,8 @@ def test_a_process_without_free_descriptors_is_read_without_failure(tmp_path: Pa
 def test_top_says_who_went_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run that an exception ended is not well, and its last step is no whole one."""
     lost = record("controller", 1, step=4, end=LOST, gone=[Gone(200 * S, "actor_rank1", 3)])
-    said_of(tmp_path, lost, record("actor_rank1", 3, stage="update_actor"))
+    dead = record("actor_rank1", 3, stage="update_actor", at_ns=109 * S)
+    said_of(tmp_path, lost, dead)
     info = msgspec.json.decode((tmp_path / "run.json").read_bytes(), type=RunInfo)
     log = WatchLog(tmp_path)
     for step in range(1, 5):
@@ -280,7 +325,7 @@ def test_top_says_who_went_first(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert main(["top", str(tmp_path), "--once"]) == code
         shown = " ".join(capsys.readouterr().out.split())
         assert state in shown
-        assert "actor_rank1 went first in step 4, update_actor" in shown
+        assert "actor_rank1 went first, last seen in update_actor of step 4, 91.0 s before" in shown
         assert "step 4: 1.00 s, median 1.00 s of 4 steps, cut short" in shown
     whole = record("controller", 1, step=4, end=End(at_ns=202 * S, has_left=True))
     (tmp_path / "processes" / lost.file).write_bytes(msgspec.json.encode(whole))

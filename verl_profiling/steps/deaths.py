@@ -62,6 +62,8 @@ class Death(msgspec.Struct, frozen=True):
         stage: The stage; empty for none.
         code: The line of user code.
         what: The last line of the traceback, or the evidence.
+        seen: How long before the death step and stage were read, in words; empty if they are those
+            of the death itself.
     """
 
     lane: str = ""
@@ -70,18 +72,23 @@ class Death(msgspec.Struct, frozen=True):
     stage: str = ""
     code: str = ""
     what: str = ""
+    seen: str = ""
 
     def sentence(self) -> str:
         """Return it as a sentence."""
         if not self.lane:
             return f"who went first is not known: {self.what}"
+        why = f"{self.kind}: {self.what}"
         first = f"{self.lane} went first"
+        if self.seen:
+            step = "" if self.step is None else f" of step {self.step}"
+            return f"{first}, last seen in {self.stage or 'no stage'}{step}, {self.seen}: {why}"
         if self.step is not None:
             first += f" in step {self.step}"
         first += f", {self.stage or 'in no stage'}"
         if self.code:
             first += f", at {self.code}"
-        return f"{first}: {self.kind}: {self.what}"
+        return f"{first}: {why}"
 
 
 def death_in(run: Path, info: RunInfo | None = None) -> Death | None:
@@ -190,11 +197,29 @@ class _Story:
         if gone.oom_kills and gone.signal in (0, signal.SIGKILL):
             kind, what = "killed for memory", self._holder()
         elif not gone.signal:
-            what = "it left nothing: a signal, or a crash in native code"
+            what = "nobody saw which one, or it crashed in native code; it wrote nothing at its end"
         else:
             with suppress(ValueError):  # not every real-time signal has a name
                 what = f"killed by {signal.Signals(gone.signal).name}"
-        return Death(record.lane, kind, self._step, record.stage or self._stage, what=what)
+        seen = "how long before is not known"
+        if gone.at_ns and record.at_ns:
+            seen = f"{max(0, gone.at_ns - record.at_ns) / 1e9:.1f} s before"
+        step = self._step_of(record)
+        return Death(record.lane, kind, step, record.stage, what=what, seen=seen)
+
+    def _step_of(self, record: ProcessRecord) -> int | None:
+        """Return the step in which a process was at its last reading; ``None`` if unknown."""
+        if record.step is not None:
+            return record.step
+        last = max(self._logged, key=attrgetter("begin_ns"), default=None)
+        for line in self._logged:
+            is_open = line is last and not line.end_ns  # it hung
+            if line.begin_ns <= record.at_ns and (is_open or record.at_ns < line.end_ns):
+                return line.step
+        # Later steps may be over, and not yet in the log.
+        if last is None or (record.at_ns >= last.end_ns and self._step == last.step + 1):
+            return self._step
+        return None
 
     def _silent(self) -> Death:
         """Return the death of a run in which nobody raised, and nobody saw another one die."""
@@ -235,7 +260,7 @@ class _Story:
             return Death(step=self._step, what=f"{', '.join(waited)} waited in vain: {end.error}")
         [late] = missing
         what = f"it had not entered the collective of the others: {end.error}"
-        return Death(late.lane, "collective", self._step, late.stage or self._stage, what=what)
+        return Death(late.lane, "collective", self._step, late.stage, what=what)
 
     def _device_of(self, failed: ProcessRecord) -> str:
         """Return a clause on who held the memory of a process's device; empty if unknown."""
