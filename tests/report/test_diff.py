@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from drawn_summaries import summary
 from rich.console import Console
 from step_folders import build_step
 
@@ -145,6 +146,29 @@ def test_what_fails_says_what_it_rests_on(
     assert len(msgspec.json.decode(output.out, type=Diff).changes) > 40
     assert main(["diff", *sides, "--fail-above", "20%"]) == 0
     assert "slower by more than 20% and 10.0 ms: nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("captured_s", "is_said"), [(9.0, True), (11.0, False)])
+def test_captures_that_changed_the_other_way_are_not_believed(
+    report: Report, captured_s: float, is_said: bool
+) -> None:
+    """The watch has every step; a capture may have been requested because its step was slow."""
+    sides = [
+        [msgspec.structs.replace(with_stage(report, 1.0, seconds), directory=f"/{run}/step_000001")]
+        for run, seconds in (("a", 10.0), ("b", captured_s))
+    ]
+    logs = [
+        [[summary(step, {"update_actor": milliseconds}) for step in range(20)]]
+        for milliseconds in (1000.0, 1900.0)
+    ]
+    diff = compare(*sides, logged=(logs[0], logs[1]))
+    sentence = (
+        "the 20 and 20 steps of the watch changed by +900 ms, and the 1 and 1 captured ones by "
+        "-1.00 s: believe the watch; the parts and the tables of captures are of these steps only"
+    )
+    assert (sentence in " ".join(printed(diff, 100).split())) == is_said
+    kinds = {change.kind for change in diff.slower_than(0.25)}
+    assert kinds == ({"watch"} if is_said else set())
 
 
 @pytest.mark.parametrize("value", ["nan", "-1", "much"])

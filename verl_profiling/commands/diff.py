@@ -91,6 +91,7 @@ def run(arguments: argparse.Namespace) -> bool:
     if arguments.json:
         sentences = {
             "basis": diff.basis,
+            "contradicted": diff.contradicted,
             "explained": diff.explained,
             "started": diff.started,
             "verdict": verdict,

@@ -153,6 +153,23 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     differs: str = ""
 
     @property
+    def contradicted(self) -> str:
+        """A sentence if the watched steps changed one way, and the captured ones the other way."""
+        steps = {change.kind: change for change in self.changes if change.name == STEP}
+        watched, captured = steps.get("watch"), steps.get("step")
+        if watched is None or captured is None or not captured.stands_out:
+            return ""
+        if watched.change_s * captured.change_s >= 0:
+            return ""
+        before, after = self.logged
+        return (
+            f"the {before:,} and {after:,} steps of the watch changed by "
+            f"{duration(watched.change_s, signed=True)}, and the {self.before} and {self.after} "
+            f"captured ones by {duration(captured.change_s, signed=True)}: believe the watch; "
+            "the parts and the tables of captures are of these steps only"
+        )
+
+    @property
     def explained(self) -> str:
         """The step's change by part, with the parts that exceed the noise;
         empty without an explanation.
@@ -198,8 +215,8 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         before, after = self.logged
         if not (self.before and self.after):
             return (
-                f"medians of the watch's {before:,} steps before and {after:,} after, "
-                "without captures"
+                f"medians of the watch's {before:,} steps before and {after:,} after; captures are "
+                "compared where both sides have them"
             )
         logged = ""
         if before and after:
@@ -217,7 +234,7 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
 
     def slower_than(self, share: float) -> list[Change]:
         """Return the step and the stages that became slower by more than a share, :data:`LEAST_S`
-        and the noise.
+        and the noise: of the captures, or where these contradict the watch, of its steps.
 
         Stages below 1 % of the step are ignored, and so is the capture's own cost. With the noise
         between runs, stages count only if the change of the step is told: of many stages, one
@@ -233,7 +250,7 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         elif runs is not None and runs.more_runs:
             return []
         has_captures = any(change.kind == "step" for change in self.changes)
-        kinds = ("step", "stage") if has_captures else ("watch",)
+        kinds = ("step", "stage") if has_captures and not self.contradicted else ("watch",)
         changes = [change for change in self.changes if change.kind in kinds]
         step = next((change for change in changes if change.name == STEP), None)
         least_s = _SMALLEST_SHARE * ((step and step.before_s) or 0.0)
@@ -489,9 +506,8 @@ def print_diff(diff: Diff, console: Console) -> None:
     console = fitting_console(console)
     scaling = diff.scaling.sentence if diff.scaling else ""
     verdict = diff.between_runs.sentence if diff.between_runs else ""
-    for sentence in filter(
-        None, (diff.differs, verdict, diff.basis, diff.explained, scaling, diff.started)
-    ):
+    said = [diff.differs, verdict, diff.basis, diff.contradicted, diff.explained, scaling]
+    for sentence in filter(None, (*said, diff.started)):
         console.print(visible(sentence), markup=False)
     for kind, title in _TITLES.items():
         rows = [change for change in diff.changes if change.kind == kind]
