@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from drawn_logs import DrawnLog
@@ -27,13 +28,14 @@ from verl_profiling.analysis import CapturedStep, open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.run_files import read_manifest
-from verl_profiling.files.step_summary import RankUse, StepSummary
+from verl_profiling.files.step_summary import RankUse, Saving, StepSummary
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import POLLING
 from verl_profiling.numbers.stage_rows import CAPTURE_CALLS
 from verl_profiling.predict.prediction import Prediction
 from verl_profiling.report.tables import TABLES
 from verl_profiling.watch.exposed import exposed
+from verl_profiling.watch.log_writer import WatchLog
 
 WORKS = [("gemm", 5.2, 5.4)]
 
@@ -205,14 +207,25 @@ def test_workers_that_differ_as_equal_steps_do_are_balanced(
 
 
 def test_path_and_changes_are_part_of_the_report(tmp_path: Path) -> None:
-    """As in the prediction; of the halved stages,
-    tables show the best one without a change of its own.
+    """As in the prediction. Of the halved stages, tables show the best one, and no sentence of the
+    watch has another answer beside them.
     """
-    synchronous(tmp_path)
-    found, report = open_step(tmp_path).what_if(), open_step(tmp_path).report()
+    folder = tmp_path / "step_000001"
+    folder.mkdir()
+    synchronous(folder)
+    helps = Saving(stage="reward", change="half", saves_ns=10**9)
+    WatchLog(tmp_path)(
+        StepSummary(step=1, begin_ns=1, end_ns=10**10, captured=folder.name, helps=helps)
+    )
+    found, report = open_step(folder).what_if(), open_step(folder).report()
     assert (report.critical_path, report.what_would_help) == (found.path, found.what_would_help)
     shown = [row.option for row in TABLES["what_would_help"].rows_shown(report)]
-    assert shown == ["--balance rollout", "--scale reward=0.5", "--balance update_actor"]
+    assert shown[0] == found.what_would_help[0].option
+    assert sum(option.startswith("--scale") for option in shown) == 1
+    for everything in (False, True):
+        assert "most would help" not in printed(report, 100, everything=everything)
+    without = msgspec.structs.replace(report, what_would_help=[])
+    assert "most would help: reward" in printed(without, 100, everything=False)
     assert re.search("rollout balanced  +--balance rollout", printed(report, 100, everything=False))
 
 

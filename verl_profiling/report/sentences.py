@@ -178,7 +178,7 @@ def sentences(report: Report) -> Iterator[str]:
                 f"{duration(latency.p99)}; response p50 {tokens.p50:.0f}, p99 "
                 f"{tokens.p99:.0f} tokens"
             )
-    yield from waits(report.watched)
+    yield from waits(report.watched, report.what_would_help)
     yield from report.unknown_limits
     for clock in report.clocks:
         drift_ns = clock.closing_offset_ns - clock.offset_ns

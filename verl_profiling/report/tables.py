@@ -212,7 +212,6 @@ def _number(value: float, field: str, unit: str) -> str:
 
 _CURVES = ("load", "communication_load", "waiting_load")
 _LEAST_PART = 0.0005  # share that is shown: 0.1% and more
-_LARGE_PART = 0.2  # of the time that a stage in half of its time would save
 _LOST = {cause: f"lost_{cause}_us" for cause in (*CAUSES, OTHER_RANKS)}
 
 
@@ -300,18 +299,10 @@ def _causes(report: Report) -> list[CauseRow]:
 
 
 def _helps(report: Report) -> list[HelpRow]:
-    """Return the changes to show, with at most one that only makes a stage shorter (``--scale``).
-
-    Left out are stages in which another change saves a large part of that.
-    """
-    largest_us: dict[str, float] = {}
-    for row in report.what_would_help:
-        if not _scales(row):
-            largest_us[row.stage] = min(row.difference_us, largest_us.get(row.stage, 0.0))
+    """Return the changes to show: of those that only make a stage shorter, the best one."""
     rows: list[HelpRow] = []
     for row in report.what_would_help:
-        is_covered = largest_us.get(row.stage, 0.0) <= _LARGE_PART * row.difference_us
-        if not _scales(row) or not (is_covered or any(map(_scales, rows))):
+        if not (_scales(row) and any(map(_scales, rows))):
             rows.append(row)
     return rows
 

@@ -70,7 +70,7 @@ def print_report(report: Report, console: Console, *, everything: bool = False) 
         for line in _all_lines(report):
             console.print(line)
         return
-    for line in waits(report.watched):
+    for line in waits(report.watched, report.what_would_help):
         console.print(_wrapped(escape(line), console))
     _print_findings(report, console, report.findings[:_FINDINGS])
     for name in _first(report):

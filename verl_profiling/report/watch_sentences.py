@@ -14,7 +14,7 @@ from verl_profiling.manifest import WEIGHT_SYNC, UselessPart, useless_parts
 from verl_profiling.units import duration
 
 if TYPE_CHECKING:  # a hundred classes
-    from verl_profiling.numbers.columns import NothingRow, UselessRow
+    from verl_profiling.numbers.columns import HelpRow, NothingRow, UselessRow
 
 _NO_TRAINING = (ROLLOUT, "reward", "validate", WEIGHT_SYNC)
 _LEAST_WAIT = 0.01
@@ -35,9 +35,13 @@ def most_helpful(saving: Saving, summary: StepSummary) -> str:
     return f"most would help: {saving.stage} {change}, {saves} ({share:.0%}) less a step"
 
 
-def waits(summary: StepSummary | None) -> Iterator[str]:
+def waits(summary: StepSummary | None, helps: Sequence[HelpRow] = ()) -> Iterator[str]:
     """Yield sentences on the idle shares of training and rollout, their causes, the change that
     would help most, and samples per second.
+
+    Args:
+        summary: The watch's summary of a step.
+        helps: Changes that a table beside the sentences shows: then they name none.
     """
     if summary is None:
         return
@@ -52,7 +56,7 @@ def waits(summary: StepSummary | None) -> Iterator[str]:
     if idle:
         sides = "rollout", "training takes", "generation could make"
         yield from _idle_side(idle, TRAINING, taken, made, sides)
-    if summary.helps is not None:
+    if summary.helps is not None and not helps:
         yield most_helpful(summary.helps, summary)
     yield from _work(summary)
     if summary.tokens or summary.taken or summary.taken_tokens or summary.counts:
