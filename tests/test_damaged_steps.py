@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import random
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,22 @@ def test_a_worker_that_is_not_well_is_named(tmp_path: Path, found: dict[str, Any
         ("actor_rank0", found["status"], found["reason"])
     ]
     assert not result.ok
+
+
+def test_a_request_of_a_stage_that_never_ran_is_not_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each worker may skip it, as another one may run the stage; but none did."""
+    folder = build_step(tmp_path)
+    reason = "no selected stage ran (selected: nosuch; ran: update_actor)"
+    for worker in read_manifest(folder).workers:
+        rewrite_worker(folder, worker.name, status="skipped", reason=reason, artifacts=[])
+    assert main(["check", str(folder)]) == 1
+    assert re.search(rf"^empty +manifest.json +{re.escape(reason)}$", capsys.readouterr().out, re.M)
+    assert main(["report", str(folder)]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"No trace is there: nothing was recorded: {reason}." in shown
+    assert "Nothing stands out" not in shown
 
 
 def test_a_step_that_recorded_nobody_is_a_finding(tmp_path: Path) -> None:

@@ -608,6 +608,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                 return clock.offset_ns
         return 0
 
+    @property
+    def why_nothing(self) -> str:
+        """Reasons for which no worker recorded anything, e.g. as no selected stage ran; empty if
+        one did, or should have.
+        """
+        if any(worker.artifacts or worker.status != "skipped" for worker in self.workers):
+            return ""
+        reasons = dict.fromkeys(worker.reason for worker in self.workers)
+        return "; ".join(reasons if reasons else ("no worker was captured", *self.notes))
+
     def runs_the_loop(self, worker: CaptureResult) -> bool:
         """Return whether a worker's process runs the loop, as in an SPMD program, so that the
         worker's stages are the loop's.

@@ -202,6 +202,8 @@ def _missing(report: Report) -> Iterator[Loss]:
     lanes = report.coverage.lanes
     if missing > len(report.coverage.unrecorded):
         text = f"The capture is not whole ({missing} missing or damaged): the numbers are partial."
+        if not report.coverage.expected:
+            text = f"No trace is there: {report.coverage.missing[0]}."
         yield Loss(text, len(lanes) * report.span_us / 1e6, lanes)
 
 

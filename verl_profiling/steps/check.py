@@ -201,9 +201,8 @@ def _check_step(folder: Path, limits: Limits, ray: str | None) -> Iterator[Check
         said = "; ".join(note for note in manifest.notes if note.startswith(CUT_SHORT))
         yield Checked(MANIFEST_NAME, "cut", said or CUT_SHORT)
     yield from _check_workers(folder, manifest, limits, ray)
-    if not manifest.workers:
-        reason = "; ".join(("no worker was captured", *manifest.notes))
-        yield Checked(MANIFEST_NAME, "empty", reason)
+    if manifest.why_nothing:
+        yield Checked(MANIFEST_NAME, "empty", manifest.why_nothing)
 
 
 def _check_workers(

@@ -97,6 +97,8 @@ def _expected(inputs: StepInputs) -> Coverage:
     coverage = Coverage(missing=list(inputs.absent))
     if inputs.unfinished:
         coverage.missing.insert(0, f"{inputs.title} {inputs.unfinished}")
+    elif inputs.manifest is not None and inputs.workers and inputs.manifest.why_nothing:
+        coverage.missing.append(f"nothing was recorded: {inputs.manifest.why_nothing}")
     there = {source.lane for source in inputs.files}
     for worker in inputs.workers:
         for artifact in worker.artifacts:
