@@ -234,6 +234,23 @@ def test_a_wrong_path_is_one_line_and_said_before_any_work(
     assert files(traces) == before
 
 
+@pytest.mark.parametrize("command", ["report", "check", "view"])
+def test_a_step_that_was_not_captured_is_told_from_a_wrong_path(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the captured ones; a run may not have begun."""
+    build_step(tmp_path)
+    process = ProcessId.current()
+    run = RunInfo(run_id="run", begin_ns=1, end_ns=2, process=process, config={}, versions={})
+    write_json_atomically(tmp_path / "run.json", run)
+    [captured] = [path.name for path in tmp_path.glob("step_*")]
+    assert main([command, str(tmp_path / "step_999999")]) == EXIT_BAD_INPUT
+    problem = f"this step was not captured; captured are {captured}\n"
+    assert capsys.readouterr().err.endswith(problem)
+    assert main([command, str(tmp_path / "new")]) == EXIT_BAD_INPUT
+    assert ("if the job is starting" in capsys.readouterr().err) == (command == "view")
+
+
 def test_what_else_is_in_a_folder_is_passed_over(traces: Path) -> None:
     """JSON of any other kind, lists among it, pipes, folders that are called like traces,
     hidden files.

@@ -38,6 +38,7 @@ from verl_profiling.steps.inputs import (
     source_of,
     step_folders,
     unfinished,
+    why_absent,
 )
 from verl_profiling.steps.parallel_reads import results
 from verl_profiling.steps.plain_traces import plain_steps
@@ -118,7 +119,7 @@ def check(path: Path, limits: Limits | None = None, ray: str | None = None) -> C
     elif path.exists():
         checked = [_check_file(path.name, path.resolve(), limits)]
     else:
-        raise TraceFormatError(path, "no such file or folder")
+        raise TraceFormatError(path, why_absent(path))
     ok = all(entry.status in AS_PLANNED for entry in checked)
     return visible_text_of(
         CheckResult(directory=str(path), ok=ok, artifacts=checked, note="\n".join(notes))

@@ -31,7 +31,7 @@ from verl_profiling.manifest import (
 )
 from verl_profiling.steps.recordings import not_analysed, npu_files
 from verl_profiling.steps.step import Source, StepInputs, sorted_sources
-from verl_profiling.units import local_time
+from verl_profiling.units import listed, local_time
 
 UNWRITTEN = f"holds no {MANIFEST_NAME}: the loop ended before the begin of the capture"
 # Fields with times, and the parts of a worker's result that have such fields
@@ -143,7 +143,7 @@ def the_run(path: Path, *, live: bool = False) -> Path:
         TraceFormatError: The path does not exist, or holds several runs.
     """
     if not path.exists():
-        raise TraceFormatError(path, "no such file or folder")
+        raise TraceFormatError(path, why_absent(path, live=live))
     if path.is_dir() and not is_step(path):
         path = real_folder(path)
     runs = runs_at(path)
@@ -158,6 +158,24 @@ def the_run(path: Path, *, live: bool = False) -> Path:
             path, f"holds {len(runs)} runs; choose one of them: {', '.join(names)}"
         )
     return runs[0]
+
+
+def why_absent(path: Path, *, live: bool = False) -> str:
+    """Return a sentence on a path that does not exist: perhaps the step was not captured.
+
+    Args:
+        path: The path.
+        live: Whether a job may be about to make the folder.
+    """
+    run = path.parent
+    if _STEP_FOLDER.fullmatch(path.name) and known_run(run) is not None:
+        captured = [folder.name for folder in step_folders(run)]
+        if not captured:
+            return how_to_capture(run)
+        return f"this step was not captured; captured are {listed(captured, 8)}"
+    if live:
+        return "no such folder; if the job is starting, its callback makes the folder of the run"
+    return "no such file or folder"
 
 
 def _is_running(run: Path) -> bool:
