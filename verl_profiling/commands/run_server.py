@@ -71,7 +71,8 @@ class RunServer(TimelineServer):
 
     def find(self, name: str) -> tuple[BinaryIO, str] | None:
         """Return the page, or a report or timeline of a step."""
-        if name == f"{_PREFIX}{RUN_PAGE}":
+        is_root = not name and self.ui is None  # else the user interface is there
+        if is_root or name == f"{_PREFIX}{RUN_PAGE}":
             return BytesIO(self.page()), HTML
         of_step = _OF_A_STEP.fullmatch(name)
         if of_step is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import os
 from collections.abc import Mapping
+from errno import EADDRINUSE
 from http import HTTPStatus
 from io import BytesIO
 from pathlib import Path
@@ -52,6 +53,8 @@ class TimelineServer(http.server.ThreadingHTTPServer):
             super().__init__(("127.0.0.1", port), _Handler)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", error)
+            if getattr(error, "errno", None) == EADDRINUSE:
+                reason = f"{reason}, perhaps by another view; give another port"
             raise ConfigError("--port", f"{port} cannot be used: {reason}") from error
 
     def find(self, name: str) -> tuple[BinaryIO, str] | None:

