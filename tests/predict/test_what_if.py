@@ -801,7 +801,9 @@ def test_changes_are_said_as_they_were_given(tmp_path: Path) -> None:
     assert found.changes == ["--no-tail 99.95", "--tools search=1234.5s"]
 
 
-@pytest.mark.parametrize("wrong", [["--scale", "0.5"], ["--tools", "a=fast"], ["--no-tail", "-1"]])
+@pytest.mark.parametrize(
+    "wrong", [["--scale", "0.5"], ["--tools", "a=fast"], ["--tools", "a=2"], ["--no-tail", "-1"]]
+)
 def test_wrong_values_are_refused(tmp_path: Path, wrong: list[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["what-if", str(tmp_path), *wrong])

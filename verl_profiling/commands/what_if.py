@@ -126,11 +126,14 @@ def _values(
 
 
 def _time(text: str) -> float | str:
+    """Return seconds, or a factor as text; a number without a unit may be meant as either."""
     if factor_of(text.strip()) is not None:
         return text.strip()
-    number, unit = re.fullmatch(r"(.*?)(ms|us|s|)", text.strip()).groups()  # type: ignore[union-attr]
-    seconds = at_least_0("a time such as 0.2s or 150ms, or a factor such as 0.5x")(number)
-    return seconds * {"ms": 1e-3, "us": 1e-6}.get(unit, 1.0)
+    what = "a time such as 0.2s or 150ms, or a factor such as 0.5x"
+    time = re.fullmatch(r"(.*?)(ms|us|s)", text.strip())
+    if time is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return at_least_0(what)(time[1]) * {"ms": 1e-3, "us": 1e-6}.get(time[2], 1.0)
 
 
 _READERS: dict[str, Callable[[str], Any]] = {
