@@ -156,6 +156,27 @@ def test_the_ranked_list_predicts_what_each_option_predicts(tmp_path: Path) -> N
     assert tried == {"--scale", "--tools", "--unblock", "--no-tail"}
 
 
+def test_a_lack_of_cpu_is_not_unblocked_by_a_thread(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A call that blocks is; its advice is another one."""
+    log = DrawnLog()
+    log.trajectory(0.2, 3, ("tool:search", 0.4, 1.51), ("tool:search", 1.55, 2.41))
+    log.block(0.5, 1.5, function="a lack of CPU")
+    log.block(1.6, 2.4, function="agent.run (agent.py:7)")
+    step = drawn(tmp_path, log, [("rollout", 0, 4.1), ("update_actor", 5, 9)])
+    report = step.report()
+    advice = {f.text.split(" blocked")[0]: f.advice for f in report.findings if "blocked" in f.text}
+    assert advice.pop("A lack of CPU") == (
+        "give this host more CPUs, or run fewer processes and threads on it"
+    )
+    assert "thread" in advice["Agent.run (agent.py:7)"]
+    offered = [row.option for row in report.what_would_help if "--unblock" in row.option]
+    assert offered == ["--unblock 'agent.run (agent.py:7)'"]
+    assert main(["what-if", str(tmp_path), "--unblock", "a lack of CPU"]) == 2
+    assert "agent.run" in capsys.readouterr().err
+
+
 def test_after_a_change_the_next_ones_are_ranked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,8 @@ from verl_profiling.units import shortened
 LOG_SUFFIX = ".trajectories.jsonl.gz"
 LOG_VERSION = 2
 NO_SPAN = -1
+NO_CPU = "a lack of CPU"
+"""Name of what blocked an event loop whose thread was ready to run most of the time."""
 MAX_LINE = 1 << 20
 KEPT = ("done", "running")
 """Statuses of trajectories that are trained on, or may still be."""

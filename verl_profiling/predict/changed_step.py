@@ -12,7 +12,7 @@ import numpy as np
 
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.step_summary import ROLLOUT
-from verl_profiling.files.trajectory_log import NO_SPAN
+from verl_profiling.files.trajectory_log import NO_CPU, NO_SPAN
 from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.predict.balance import shares_by_work
 from verl_profiling.predict.changes import Changes, check_name, factor_of, tool_name
@@ -80,7 +80,7 @@ class Baseline:
         self.blocked = {
             name: ats
             for name, ats in blocked.items()
-            if name not in (OTHERS, UNKNOWN) and not name.startswith(WAIT)
+            if name not in (NO_CPU, OTHERS, UNKNOWN) and not name.startswith(WAIT)
         }
 
     @cached_property

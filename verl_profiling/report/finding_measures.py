@@ -10,7 +10,7 @@ from statistics import median, median_low
 from typing import NamedTuple
 
 from verl_profiling.files.step_summary import ROLLOUT
-from verl_profiling.files.trajectory_log import EQUAL
+from verl_profiling.files.trajectory_log import EQUAL, NO_CPU
 from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.numbers.capture_rows import slowest_replica
 from verl_profiling.numbers.columns import (
@@ -323,6 +323,8 @@ def blocked(report: Report, rollout: Rollout) -> Iterator[Loss]:
                 "look for a thread that holds the GIL, or too few CPUs: no sample shows "
                 "a blocking task"
             )
+        if what == NO_CPU:
+            advice = "give this host more CPUs, or run fewer processes and threads on it"
         seconds = min(longest.seconds, rollout.wall_s)
         share = _stood_still(rows) / rollout.seconds
         yield Loss(text, seconds, [row.lane for row in rows], share, advice)

@@ -29,7 +29,7 @@ from typing import Any, Final, NamedTuple
 
 from verl_profiling import clock
 from verl_profiling.files.host_use import waited_ns
-from verl_profiling.files.trajectory_log import NO_SPAN, Block, LoopRecord
+from verl_profiling.files.trajectory_log import NO_CPU, NO_SPAN, Block, LoopRecord
 
 LOOK_S = 0.02
 """Time between two samples."""
@@ -42,9 +42,6 @@ BLOCKED_NS = 50_000_000
 
 PAUSE_NS = 20_000_000
 """Time after a measured lag before the begin or end of a span measures again."""
-
-NO_CPU = "a lack of CPU"
-"""Name of what blocked an event loop whose thread was ready to run most of the time."""
 
 MOST_BLOCKS = 100_000
 _NEVER: Final = 1 << 62
