@@ -13,6 +13,7 @@ from drawn_steps import Worker, drawn_inputs, engine, ns, report_of
 from step_folders import read_events, rewrite, rewrite_worker
 
 from verl_profiling.analysis import open_step
+from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_OK
 from verl_profiling.files.trajectory_log import Counted, StatusChange
@@ -508,3 +509,18 @@ def test_a_count_holds_until_the_next(tmp_path: Path) -> None:
         ("queue", 1, 6.0),
         ("in flight", 1, 3.0),
     ]
+
+
+def test_the_finding_on_a_tool_that_the_watch_suspects_comes_first(tmp_path: Path) -> None:
+    """Though another tool took longer, and all trajectories taught nothing."""
+    log = DrawnLog()
+    for _ in range(4):
+        log.trajectory(0, 10, ("tool:search", 1, 4), ("tool:run", 4, 9), status="timeout")
+    report = report_with(tmp_path, log)
+    assert report.findings[0].rule == "trajectories_for_nothing"
+    for suspect in ({"suspects": ["tool:search"]}, {"span": "tool:search", "suspects": []}):
+        trigger = Trigger(kind="anomaly", sign="slow_span", **suspect)
+        rewrite(tmp_path, trigger=trigger)
+        first = open_step(tmp_path).report().findings[0]
+        assert (first.rule, first.text[:4]) == ("trajectory_cause", "30% ")
+        assert "is tool `search`" in first.text

@@ -387,13 +387,14 @@ def last_trajectories(report: Report, rollout: Rollout) -> Iterator[Loss]:
 
 @_of_trajectories
 def one_cause(report: Report, rollout: Rollout) -> Iterator[Loss]:
-    """Yield the largest cause of trajectories' time, without waits, an engine's own work, and lag
-    that :func:`blocked` reports.
+    """Yield the largest cause of trajectories' time, or the one that the watch suspects; without
+    waits, an engine's own work, and lag that :func:`blocked` reports.
     """
     explained = _OF_ENGINES
     if _loops_are_blocked(report):
         explained = (*_OF_ENGINES, LOOP_LAG)
-    for row in rollout.causes:
+    suspect = suspected_cause(report)
+    for row in sorted(rollout.causes, key=lambda row: row.cause != suspect):
         if row.validate or row.cause.startswith(WAIT) or row.cause in explained:
             continue
         text = (
@@ -402,6 +403,18 @@ def one_cause(report: Report, rollout: Rollout) -> Iterator[Loss]:
         )
         yield Loss(text, row.share * rollout.wall_s, [], row.share, _ADVICE.get(row.cause, ""))
         return
+
+
+def suspected_cause(report: Report) -> str:
+    """Return the tool or service that the watch suspects, as a cause of trajectories' time; empty
+    if it suspects none.
+    """
+    request = report.capture_request
+    if request is None or not request.sign or report.rollout is None:
+        return ""
+    causes = {row.cause for row in report.rollout.causes if not row.validate}
+    causes -= {*_OF_ENGINES, LOOP_LAG}
+    return next((name for name in (*request.suspects, request.span) if name in causes), "")
 
 
 def _calls(rollout: Rollout, name: str) -> str:

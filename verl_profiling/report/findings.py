@@ -117,8 +117,12 @@ def _names_no_culprit(finding: Finding, report: Report) -> bool:
 
 
 def _is_of_suspects(finding: Finding, report: Report) -> bool:
-    """Return whether all lanes of a finding belong to suspects of the watch."""
+    """Return whether all lanes of a finding belong to suspects of the watch, or its cause is the
+    suspect.
+    """
     request = report.capture_request
+    if finding.rule == "trajectory_cause":
+        return bool(finding_measures.suspected_cause(report))
     if request is None or not request.sign or not finding.lanes:
         return False
     return all(any(_belongs(lane, name) for name in request.suspects) for lane in finding.lanes)
