@@ -16,7 +16,7 @@ from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.files.run_files import read_manifest
-from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.files.step_summary import ExposedStage, StepSummary
 from verl_profiling.manifest import Request
 from verl_profiling.report.findings import LIMIT, find
 from verl_profiling.report.model import Finding, Report
@@ -88,6 +88,27 @@ def test_the_verdict_is_a_line_and_an_exit_code(
     assert line.startswith(f"{slow_rank} 5.00 s")
     assert "given(lengths=lengths). Would help most: update_actor balanced (--balance" in line
     assert json.loads(printed.out)["findings"][0]["lanes"] == ["actor_rank1"]
+
+
+@pytest.mark.parametrize(("value", "is_gone"), [(9.0, False), (30.0, True)])
+def test_the_verdict_is_on_what_the_watch_noticed_if_its_capture_has_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: float, is_gone: bool
+) -> None:
+    """A step that a person asked for may have lost more, once."""
+    trigger = Trigger(kind="anomaly", sign="slow_stage", stage="reward", value=value, median=3.0)
+    log = WatchLog(tmp_path)
+    for name, idle, asked in (("step_000001", 9, trigger), ("step_000002", 90, Trigger())):
+        folder = tmp_path / name
+        folder.mkdir()
+        end = idle + 1
+        worker = Worker("actor", kernels=[("gemm", idle, end)], recorded=(0, end))
+        report_of(folder, [("reward", 0, idle), ("update_actor", idle, end)], [worker], end)
+        rewrite(folder, trigger=asked)
+        exposed = [ExposedStage(name="reward", exposed_ns=ns(idle) - ns(0), role="controller")]
+        log(StepSummary(step=1, begin_ns=1, end_ns=2, captured=name, exposed=exposed))
+    assert main(["report", "--verdict", str(tmp_path)]) == EXIT_FINDING
+    lost = capsys.readouterr().out.partition(" for ")[2][:6]
+    assert lost == ("90.0 s" if is_gone else "9.00 s")
 
 
 def test_a_run_without_captures_beside_another_fails_the_verdict(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from urllib.parse import quote
 
@@ -31,6 +32,7 @@ from verl_profiling.errors import ConfigError
 from verl_profiling.files.opener import naming, whole_file
 from verl_profiling.files.run_files import known_run
 from verl_profiling.report.console import fitting_console
+from verl_profiling.report.finding_measures import suspected_cause
 from verl_profiling.report.findings import OWN_COST, USUAL
 from verl_profiling.report.hand_offs import hand_off_sentence
 from verl_profiling.report.model import Report
@@ -214,20 +216,26 @@ def _write_tables(reports: Sequence[Report], arguments: argparse.Namespace) -> l
 
 
 def _verdict(reports: Sequence[Report], arguments: argparse.Namespace) -> bool:
-    """Print the finding with most seconds of all steps; return whether any finding stands out.
+    """Print the main finding of all steps; return whether any finding stands out.
 
-    The largest part of the trajectories' time is a finding, too. It is usual work, so it stands
-    out in no step, and is printed only if there is no loss.
+    It is the first one of a step: of one whose capture has what the watch noticed, which lasts or
+    came back, else of the step with most seconds. The largest part of the trajectories' time is
+    usual work, unless the watch suspects it: it stands out in no step, and is printed only if there
+    is no loss.
     """
-    findings = [
-        (finding, report)
-        for report in reports
-        for finding in report.findings
-        if finding.rule not in OWN_COST
-    ]
+    findings = []
+    for report in reports:
+        request = report.capture_request
+        has_fault = report.noticed and not (request and request.is_gone)
+        of_step = []
+        for finding in report.findings:
+            if finding.rule not in OWN_COST:
+                is_loss = finding.rule not in USUAL or bool(suspected_cause(report))
+                of_step.append((is_loss, has_fault, finding.seconds, finding, report))
+        findings += sorted(of_step, key=itemgetter(0), reverse=True)[:1]
     text = f"{counted(len(reports), 'step')}: nothing stands out"
     if findings:
-        finding, report = max(findings, key=lambda of: (of[0].rule not in USUAL, of[0].seconds))
+        *_, finding, report = max(findings, key=itemgetter(0, 1, 2))
         text = f"{report.title}: {finding.text}"
         if finding.advice:
             text += f" Try: {finding.advice}."
@@ -235,7 +243,7 @@ def _verdict(reports: Sequence[Report], arguments: argparse.Namespace) -> bool:
             effect = f"{row.difference_share:+.0%} of the step"
             text += f" Would help most: {row.change} ({row.option}), {effect}."
     print(visible(text), file=sys.stderr if arguments.json else sys.stdout)
-    return any(finding.rule not in USUAL for finding, _ in findings)
+    return any(map(itemgetter(0), findings))
 
 
 def _write(path: Path, content: bytes) -> None:
