@@ -212,6 +212,9 @@ def _number(value: float, field: str, unit: str) -> str:
 
 _CURVES = ("load", "communication_load", "waiting_load")
 _LEAST_PART = 0.0005  # share that is shown: 0.1% and more
+# Of what a stage in half of its time would save. To balance two workers saves half of it, where one
+# takes twice as long; a call that brings less does not stand for its stage.
+_LARGE_PART = 0.4
 _LOST = {cause: f"lost_{cause}_us" for cause in (*CAUSES, OTHER_RANKS)}
 
 
@@ -299,12 +302,16 @@ def _causes(report: Report) -> list[CauseRow]:
 
 
 def _helps(report: Report) -> list[HelpRow]:
-    """Return the changes to show: of those that only make a stage shorter, the best one."""
-    rows: list[HelpRow] = []
-    for row in report.what_would_help:
-        if not (_scales(row) and any(map(_scales, rows))):
-            rows.append(row)
-    return rows
+    """Return the changes to show: of those that only make a stage shorter (``--scale``) the best
+    one, unless another change of its stage saves a large part of that.
+    """
+    rows = [row for row in report.what_would_help if not _scales(row)]
+    for best in filter(_scales, report.what_would_help):
+        saved_us = [row.difference_us for row in rows if row.stage == best.stage]
+        if min(saved_us, default=0.0) > _LARGE_PART * best.difference_us:
+            rows.append(best)
+        break
+    return sorted(rows, key=lambda row: row.difference_us)
 
 
 def _scales(row: HelpRow) -> bool:
