@@ -161,7 +161,7 @@ def test_captures_that_changed_the_other_way_are_not_believed(
         [[summary(step, {"update_actor": milliseconds}) for step in range(20)]]
         for milliseconds in (1000.0, 1900.0)
     ]
-    diff = compare(*sides, logged=(logs[0], logs[1]))
+    diff = compare(sides[0], sides[1], logged=(logs[0], logs[1]))
     sentence = (
         "the 20 and 20 steps of the watch changed by +900 ms, and the 1 and 1 captured ones by "
         "-1.00 s: believe the watch; the parts and the tables of captures are of these steps only"

@@ -32,7 +32,6 @@ from verl_profiling.errors import ConfigError
 from verl_profiling.files.opener import naming, whole_file
 from verl_profiling.files.run_files import known_run
 from verl_profiling.report.console import fitting_console
-from verl_profiling.report.finding_measures import suspected_cause
 from verl_profiling.report.findings import OWN_COST, USUAL
 from verl_profiling.report.hand_offs import hand_off_sentence
 from verl_profiling.report.model import Report
@@ -230,7 +229,7 @@ def _verdict(reports: Sequence[Report], arguments: argparse.Namespace) -> bool:
         of_step = []
         for finding in report.findings:
             if finding.rule not in OWN_COST:
-                is_loss = finding.rule not in USUAL or bool(suspected_cause(report))
+                is_loss = finding.rule not in USUAL or bool(report.suspected_cause)
                 of_step.append((is_loss, has_fault, finding.seconds, finding, report))
         findings += sorted(of_step, key=itemgetter(0), reverse=True)[:1]
     text = f"{counted(len(reports), 'step')}: nothing stands out"

@@ -40,20 +40,20 @@ def late_start_s(name: str, step: Step) -> float:
 
 
 def with_fault(
-    request: RequestedCapture,
+    request: RequestedCapture | None,
     suspects: Sequence[SuspectRow],
-    watched: StepSummary,
+    watched: StepSummary | None,
     log: Sequence[StepSummary],
-) -> RequestedCapture:
+) -> RequestedCapture | None:
     """Return the request with the length of what was noticed, then and in the captured step.
 
     Args:
-        request: The request of the capture.
+        request: The request of the capture; ``None`` if the schedule chose the step.
         suspects: Its suspects, compared with their peers.
-        watched: The watch's summary of the captured step.
+        watched: The watch's summary of the captured step; ``None`` if unknown.
         log: The log of the watch.
     """
-    if not request.sign or request.sign == MEMORY:  # memory has no length
+    if request is None or watched is None or request.sign in ("", MEMORY):  # of no length
         return request
     seen_s = sign_of(request).value_in(request, watched)
     if request.sign != LEADER:

@@ -68,8 +68,7 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
     request, suspects = requested_of(step, calls)
     log = _log_of(inputs)
     watched = _watched(inputs, log)
-    if request is not None and watched is not None:
-        request = with_fault(request, suspects, watched, log)
+    request = with_fault(request, suspects, watched, log)
     engines = [lane_rows.engine_row(lane, step) for lane in step.lanes if lane.is_engine]
     of_manifest: dict[str, Any] = {}
     if inputs.manifest is not None:
@@ -153,7 +152,7 @@ def _of_manifest(manifest: Manifest, step: Step) -> dict[str, Any]:
     }
 
 
-def _log_of(inputs: StepInputs) -> list[StepSummary]:
+def _log_of(inputs: StepInputs) -> Sequence[StepSummary]:
     """Return the log of the run's watch; empty without one."""
     with suppress(TraceFormatError):
         return read_watch_log(inputs.directory.parent)

@@ -30,7 +30,7 @@ from verl_profiling.report.run_table import middle
 from verl_profiling.report.scaling import Scaling, scaling_of
 from verl_profiling.report.tables import cells, named, without_middle
 from verl_profiling.report.terminal import print_table
-from verl_profiling.report.verdict import Verdict, verdict_of
+from verl_profiling.report.verdict import Verdict, contradiction, verdict_of
 from verl_profiling.report.watch_frame import STEP, seconds_of, stage_seconds
 from verl_profiling.report.watch_sentences import counted
 from verl_profiling.steps.causes import joined_causes
@@ -80,11 +80,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     name: str
-    before_s: float | None
-    after_s: float | None
+    before_s: float | None = None
+    after_s: float | None = None
     change_s: float
     change_share: float | None
-    noise_s: float | None
+    noise_s: float | None = None
 
     @property
     def shown_name(self) -> str:
@@ -155,19 +155,7 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def contradicted(self) -> str:
         """A sentence if the watched steps changed one way, and the captured ones the other way."""
-        steps = {change.kind: change for change in self.changes if change.name == STEP}
-        watched, captured = steps.get("watch"), steps.get("step")
-        if watched is None or captured is None or not captured.stands_out:
-            return ""
-        if watched.change_s * captured.change_s >= 0:
-            return ""
-        before, after = self.logged
-        return (
-            f"the {before:,} and {after:,} steps of the watch changed by "
-            f"{duration(watched.change_s, signed=True)}, and the {self.before} and {self.after} "
-            f"captured ones by {duration(captured.change_s, signed=True)}: believe the watch; "
-            "the parts and the tables of captures are of these steps only"
-        )
+        return contradiction(self)
 
     @property
     def explained(self) -> str:
@@ -249,8 +237,8 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
             share = max(share, STARTS)
         elif runs is not None and runs.more_runs:
             return []
-        has_captures = any(change.kind == "step" for change in self.changes)
-        kinds = ("step", "stage") if has_captures and not self.contradicted else ("watch",)
+        is_of_captures = self.before and self.after and not self.contradicted
+        kinds = ("step", "stage") if is_of_captures else ("watch",)
         changes = [change for change in self.changes if change.kind in kinds]
         step = next((change for change in changes if change.name == STEP), None)
         least_s = _SMALLEST_SHARE * ((step and step.before_s) or 0.0)
@@ -296,9 +284,8 @@ def compare(
     if all(started):
         changes += _changes(*map(_starts, started))
     step = next(change for change in changes if (change.kind, change.name) == key)
-    verdict = None
-    if not is_one_run:
-        verdict = verdict_of(step.change_s, [_values(key, side) for side in sides])
+    values = [_values(key, side) for side in sides]
+    verdict = None if is_one_run else verdict_of(step.change_s, values)
     order = list(_TITLES)
     changes.sort(
         key=lambda row: (order.index(row.kind), row.name == UNEXPLAINED, -abs(row.change_s))
@@ -307,15 +294,11 @@ def compare(
         before=len(before),
         after=len(after),
         changes=changes,
-        logged=(_count(logged[0]), _count(logged[1])),
+        logged=(sum(map(len, logged[0])), sum(map(len, logged[1]))),
         scaling=scaling,
         between_runs=verdict,
         differs=differs,
     )
-
-
-def _count(logs: _Logs) -> int:
-    return sum(map(len, logs))
 
 
 def _folders(reports: Sequence[Report]) -> set[Path]:
@@ -346,8 +329,6 @@ def _parts(
         yield Change(
             kind="explained",
             name=name,
-            before_s=None,
-            after_s=None,
             change_s=change_s,
             change_share=change_s / step.before_s if step.before_s else None,
             noise_s=None if step.noise_s is None else noise_s,
@@ -363,11 +344,8 @@ def _missing(scaling: Scaling | None) -> Iterator[Change]:
         yield Change(
             kind="missing",
             name=name,
-            before_s=None,
-            after_s=None,
             change_s=part_s,
             change_share=share,
-            noise_s=None,
         )
 
 
@@ -506,8 +484,8 @@ def print_diff(diff: Diff, console: Console) -> None:
     console = fitting_console(console)
     scaling = diff.scaling.sentence if diff.scaling else ""
     verdict = diff.between_runs.sentence if diff.between_runs else ""
-    said = [diff.differs, verdict, diff.basis, diff.contradicted, diff.explained, scaling]
-    for sentence in filter(None, (*said, diff.started)):
+    captures = (diff.contradicted, diff.explained, scaling)
+    for sentence in filter(None, (diff.differs, verdict, diff.basis, *captures, diff.started)):
         console.print(visible(sentence), markup=False)
     for kind, title in _TITLES.items():
         rows = [change for change in diff.changes if change.kind == kind]

@@ -393,8 +393,7 @@ def one_cause(report: Report, rollout: Rollout) -> Iterator[Loss]:
     explained = _OF_ENGINES
     if _loops_are_blocked(report):
         explained = (*_OF_ENGINES, LOOP_LAG)
-    suspect = suspected_cause(report)
-    for row in sorted(rollout.causes, key=lambda row: row.cause != suspect):
+    for row in sorted(rollout.causes, key=lambda row: row.cause != report.suspected_cause):
         if row.validate or row.cause.startswith(WAIT) or row.cause in explained:
             continue
         text = (
@@ -403,18 +402,6 @@ def one_cause(report: Report, rollout: Rollout) -> Iterator[Loss]:
         )
         yield Loss(text, row.share * rollout.wall_s, [], row.share, _ADVICE.get(row.cause, ""))
         return
-
-
-def suspected_cause(report: Report) -> str:
-    """Return the tool or service that the watch suspects, as a cause of trajectories' time; empty
-    if it suspects none.
-    """
-    request = report.capture_request
-    if request is None or not request.sign or report.rollout is None:
-        return ""
-    causes = {row.cause for row in report.rollout.causes if not row.validate}
-    causes -= {*_OF_ENGINES, LOOP_LAG}
-    return next((name for name in (*request.suspects, request.span) if name in causes), "")
 
 
 def _calls(rollout: Rollout, name: str) -> str:

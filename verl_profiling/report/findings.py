@@ -122,7 +122,7 @@ def _is_of_suspects(finding: Finding, report: Report) -> bool:
     """
     request = report.capture_request
     if finding.rule == "trajectory_cause":
-        return bool(finding_measures.suspected_cause(report))
+        return bool(report.suspected_cause)
     if request is None or not request.sign or not finding.lanes:
         return False
     return all(any(_belongs(lane, name) for name in request.suspects) for lane in finding.lanes)

@@ -14,6 +14,7 @@ from verl_profiling.numbers import columns
 from verl_profiling.numbers.columns import GanttSpan, RequestedCapture, Rollout, Tail, Throughput
 from verl_profiling.predict.knee import Knee
 from verl_profiling.steps.read import Coverage
+from verl_profiling.steps.trajectory_columns import GENERATE, REQUEST_PARTS
 from verl_profiling.units import duration, step_list, three_digits
 
 REPORT_SCHEMA_VERSION = 1
@@ -198,6 +199,18 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     def noticed(self) -> bool:
         """Whether the watch requested the capture."""
         return self.capture_request is not None and bool(self.capture_request.sign)
+
+    @property
+    def suspected_cause(self) -> str:
+        """The cause of the trajectories' time that the watch suspects, such as a tool; empty if it
+        suspects none. Parts of the engine's work are none.
+        """
+        if self.capture_request is None or self.rollout is None or not self.noticed:
+            return ""
+        suspects = {*self.capture_request.suspects, self.capture_request.span}
+        suspects -= {*REQUEST_PARTS, GENERATE}
+        causes = [row.cause for row in self.rollout.causes if not row.validate]
+        return next((cause for cause in causes if cause in suspects), "")
 
     @property
     def observed_us(self) -> float:

@@ -10,6 +10,7 @@ import msgspec
 
 from verl_profiling.manifest import RunInfo
 from verl_profiling.numbers.noise import STARTS, Noise, interval, more_runs, noise_of
+from verl_profiling.report.watch_frame import STEP
 from verl_profiling.units import duration, listed
 
 _MOST_RUNS = 50  # more runs than this are no advice
@@ -120,3 +121,24 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+def contradiction(diff: Any) -> str:
+    """Return a sentence if the watched steps changed one way, and the captured ones another.
+
+    Args:
+        diff: The ``Diff``, whose module imports this one.
+    """
+    steps = {change.kind: change for change in diff.changes if change.name == STEP}
+    watched, captured = steps.get("watch"), steps.get("step")
+    if watched is None or captured is None or not captured.stands_out:
+        return ""
+    if watched.change_s * captured.change_s >= 0:
+        return ""
+    before, after = diff.logged
+    return (
+        f"the {before:,} and {after:,} steps of the watch changed by "
+        f"{duration(watched.change_s, signed=True)}, and the {diff.before} and {diff.after} "
+        f"captured ones by {duration(captured.change_s, signed=True)}: believe the watch; "
+        "the parts and the tables of captures are of these steps only"
+    )
