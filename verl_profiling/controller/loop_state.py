@@ -36,6 +36,7 @@ from verl_profiling.manifest import (
 )
 from verl_profiling.settings.config import Decision, Schedule
 from verl_profiling.tools.trajectories import statuses_between
+from verl_profiling.trajectories.spans import later_statuses
 from verl_profiling.units import step_list
 
 logger = logging.getLogger(__name__)
@@ -405,7 +406,7 @@ class OpenCapture:
             metrics=metrics,
             trigger=self.decision.trigger,
             notes=notes,
-            statuses=statuses_between(self.steps[0].begin_ns, end_ns),
+            statuses=statuses_between(self.steps[0].begin_ns, end_ns) if later_statuses else [],
         )
 
     def end_rollout(self, metrics: Mapping[str, Any] | None) -> Waits[None]:
