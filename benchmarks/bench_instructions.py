@@ -26,7 +26,7 @@ import bench_hooks
 from results import record, row
 
 from verl_profiling import ProfilingCallback
-from verl_profiling.capture import stage as stages
+from verl_profiling.capture import stage_spans as stages
 from verl_profiling.controller.decision import Decisions
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.run import Run

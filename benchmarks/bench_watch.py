@@ -21,7 +21,7 @@ from bench_instructions import FEW, MANY, begin_counting, count, measured
 from results import record, row
 
 from verl_profiling import ProfilingCallback, span, trajectory
-from verl_profiling.capture.stage import SpanLog, Stage
+from verl_profiling.capture.stage_spans import SpanLog, Stage
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.trajectories.spans import keep_trajectories, total_spans

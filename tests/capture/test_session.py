@@ -18,7 +18,7 @@ from example_loops import read_trace, request, settings, spans, train
 
 from verl_profiling import span, stage
 from verl_profiling.capture.session import Session
-from verl_profiling.capture.stage import Stage
+from verl_profiling.capture.stage_spans import Stage
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.analysis import open_step
 from verl_profiling.capture import work as capture_work
-from verl_profiling.capture.stage import add_work
+from verl_profiling.capture.stage_spans import add_work
 from verl_profiling.manifest import Work
 from verl_profiling.testing import record_step
 from verl_profiling.workers import CaptureMixin

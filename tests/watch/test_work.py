@@ -14,7 +14,7 @@ from quiet_steps import MS, USUAL, summary, with_stages
 
 from verl_profiling import clock, stage
 from verl_profiling.capture.session import Session
-from verl_profiling.capture.stage import add_work
+from verl_profiling.capture.stage_spans import add_work
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Work

@@ -19,7 +19,7 @@ from verl_profiling import clock
 from verl_profiling.capture.finishing import BackgroundWork, finish
 from verl_profiling.capture.protocol import CaptureStart, result_of
 from verl_profiling.capture.result_file import measured
-from verl_profiling.capture.stage import OpenStage, SpanLog
+from verl_profiling.capture.stage_spans import OpenStage, SpanLog
 from verl_profiling.files.machine import no_memory, no_room, process_peak_bytes, used_devices
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import (

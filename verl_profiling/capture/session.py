@@ -31,7 +31,7 @@ from verl_profiling.capture.protocol import (
     switched_off,
 )
 from verl_profiling.capture.result_file import NOT_STOPPED, Slot
-from verl_profiling.capture.stage import (
+from verl_profiling.capture.stage_spans import (
     SpanLog,
     Stage,
     StageSink,

@@ -34,7 +34,7 @@ def work_from(
         stage: Name of the stage, for messages.
         facts: Numbers by name, e.g. ``{"tokens": 512}``; ``None`` for an unknown number. Lists with
             an item for each sequence are ``masks``, ``advantages``, ``reasons`` and ``tasks``, as
-            of :meth:`~verl_profiling.capture.stage.Stage.given`.
+            of :meth:`~verl_profiling.capture.stage_spans.Stage.given`.
         lengths: Lengths of the sequences, if they are known.
     """
     known: dict[str, Any] = {}

@@ -29,7 +29,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 from weakref import WeakSet
 
 from verl_profiling.capture.compiled_stages import replace_in_graphs, stage_in_graph
-from verl_profiling.capture.stage import Stage, StageSink
+from verl_profiling.capture.stage_spans import Stage, StageSink
 from verl_profiling.controller.controller import TRAINING_ENDED, Controller
 from verl_profiling.controller.spmd import in_a_line
 from verl_profiling.controller.watch import Watch

@@ -17,7 +17,7 @@ from typing import Any
 from verl_profiling import clock
 from verl_profiling.capture.finishing import AfterHooks
 from verl_profiling.capture.protocol import CaptureStart
-from verl_profiling.capture.stage import SpanLog, record_pauses
+from verl_profiling.capture.stage_spans import SpanLog, record_pauses
 from verl_profiling.controller.captured_workers import CapturedWorkers
 from verl_profiling.controller.decision import Decisions
 from verl_profiling.controller.loop_state import LoopOrder, LoopStages, OpenCapture, whole_version

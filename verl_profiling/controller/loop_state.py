@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from verl_profiling import clock
 from verl_profiling.capture.protocol import CaptureStart
-from verl_profiling.capture.stage import OpenStage, SpanLog, record_pauses
+from verl_profiling.capture.stage_spans import OpenStage, SpanLog, record_pauses
 from verl_profiling.controller.captured_workers import CapturedWorkers
 from verl_profiling.controller.watch import Watch
 from verl_profiling.controller.worker_calls import Waits

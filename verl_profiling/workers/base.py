@@ -16,7 +16,7 @@ from verl_profiling.capture.protocol import (
     switched_off,
 )
 from verl_profiling.capture.session import Session, process_session, stage
-from verl_profiling.capture.stage import Stage
+from verl_profiling.capture.stage_spans import Stage
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity, process_rank
 from verl_profiling.settings.config import ProfilingConfig

@@ -12,7 +12,7 @@ import wrapt
 
 from verl_profiling import clock
 from verl_profiling.capture.session import process_session
-from verl_profiling.capture.stage import SpanLog
+from verl_profiling.capture.stage_spans import SpanLog
 from verl_profiling.integrations.hooks import wrap
 from verl_profiling.manifest import BUCKET
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from verl_profiling import clock
 from verl_profiling.capture.session import process_session, stage
-from verl_profiling.capture.stage import LONG_NS, SpanLog, add_work
+from verl_profiling.capture.stage_spans import LONG_NS, SpanLog, add_work
 from verl_profiling.files.process_marks import marked, note_import
 from verl_profiling.integrations.hooks import mark, misfits, wrap
 from verl_profiling.integrations.verl.stage_names import (
