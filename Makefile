@@ -130,7 +130,7 @@ test-replayers: .venv-replayers/.ready ## Run the tests that replay a step's req
 	.venv-replayers/bin/python -m pytest -m replayers tests/test_replayers.py $(PYTEST_ARGS)
 
 test-trackers: .venv-trackers/.ready ## Run the tests that write with real Weights & Biases, MLflow and TensorBoard, offline
-	.venv-trackers/bin/python -m pytest tests/watch/test_trackers.py $(PYTEST_ARGS)
+	.venv-trackers/bin/python -m pytest tests/watch/test_experiment_trackers.py $(PYTEST_ARGS)
 
 test-slurm: .venv/.ready ## Run the recipe for Slurm on a Slurm of this machine (root; apt-get install slurm-wlm munge; two minutes)
 	rm -rf outputs/slurm

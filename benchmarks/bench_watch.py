@@ -25,7 +25,13 @@ from verl_profiling.capture.stage_spans import SpanLog, Stage
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.trajectories.spans import keep_trajectories, total_spans
-from verl_profiling.watch.sums import Begun, SpanSums, StageSums, WatchQuestion, WatchReading
+from verl_profiling.watch.process_sums import (
+    Begun,
+    SpanSums,
+    StageSums,
+    WatchQuestion,
+    WatchReading,
+)
 
 WORKERS, STEPS, ROUNDS = 1_024, 20, 5
 STAGES = ("old_log_prob", "ref_log_prob", "values", "update_critic", "update_actor")

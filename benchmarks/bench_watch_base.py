@@ -23,7 +23,16 @@ from results import BASE_COMMIT, ROOT, base_worktree, record, row
 
 from verl_profiling import ProfilingCallback, clock
 from verl_profiling.identity import ProcessId, WorkerIdentity
-from verl_profiling.watch.sums import Begun, StageSums, WatchQuestion, WatchReading
+
+try:
+    from verl_profiling.watch.process_sums import Begun, StageSums, WatchQuestion, WatchReading
+except ImportError:  # the earlier commit has them under another name
+    from verl_profiling.watch.sums import (  # type: ignore[import-not-found, no-redef]
+        Begun,
+        StageSums,
+        WatchQuestion,
+        WatchReading,
+    )
 
 STAGES = ("old_log_prob", "ref_log_prob", "values", "update_critic", "update_actor")
 BEGIN_NS, MS = 1_790_000_000 * 10**9, 10**6

@@ -29,9 +29,9 @@ from what_if_loop import SPREAD, Plan
 from verl_profiling import ProfilingCallback
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.identity import ProcessId, WorkerIdentity
+from verl_profiling.watch.process_sums import Begun, StageSums, WatchQuestion, WatchReading
 from verl_profiling.watch.savings import times_in
 from verl_profiling.watch.step_slices import StepSlices
-from verl_profiling.watch.sums import Begun, StageSums, WatchQuestion, WatchReading
 
 WARM, STEPS = 2, 8
 AT_ONCE = 8

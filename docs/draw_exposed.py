@@ -14,8 +14,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from verl_profiling.files.step_summary import ExposedStage, RankUse, StepSummary
-from verl_profiling.watch.exposed import exposed
-from verl_profiling.watch.sums import packed_stages
+from verl_profiling.watch.process_sums import packed_stages
+from verl_profiling.watch.stage_numbers import exposed
 
 S = 1_000_000_000
 COLORS = {

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from verl_profiling.files.step_summary import RankUse, StepSummary
-from verl_profiling.watch.exposed import exposed
-from verl_profiling.watch.sums import packed_stages
+from verl_profiling.watch.process_sums import packed_stages
+from verl_profiling.watch.stage_numbers import exposed
 
 MS = 1_000_000
 USUAL = {"rollout": 500.0, "reward": 50.0, "update_actor": 300.0, "update_weights": 100.0}

@@ -32,8 +32,8 @@ from verl_profiling.manifest import Manifest, RunInfo
 from verl_profiling.settings.config import Decision, StepRange
 from verl_profiling.settings.groups import Anomaly
 from verl_profiling.watch.collectives import RecorderReading
-from verl_profiling.watch.exposed import exposed
 from verl_profiling.watch.log_writer import WatchLog
+from verl_profiling.watch.stage_numbers import exposed
 
 SLOW = {"rollout2_rank0": 2.5}
 RUN = RunInfo(run_id="r", begin_ns=1, process=ProcessId.current(), config={}, versions={}, end_ns=2)

@@ -31,7 +31,7 @@ from verl_profiling.cli import main
 from verl_profiling.controller.hang_watch import report_to_rank_0
 from verl_profiling.files.step_summary import Hang, RankUse, StepSummary
 from verl_profiling.files.watch_log import WatchLogReader, latest_step
-from verl_profiling.watch.sums import NO_LOOKS, StageSums, WatchQuestion
+from verl_profiling.watch.process_sums import NO_LOOKS, StageSums, WatchQuestion
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -25,7 +25,7 @@ from verl_profiling.commands.trigger import find_job
 from verl_profiling.controller.watch import Watch
 from verl_profiling.files.step_summary import RankUse, StepSummary
 from verl_profiling.identity import ProcessId, WorkerIdentity
-from verl_profiling.watch.sums import WatchQuestion, WatchReading
+from verl_profiling.watch.process_sums import WatchQuestion, WatchReading
 
 Summaries = list[StepSummary]
 

@@ -18,7 +18,7 @@ from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.manifest import Artifact, CaptureResult, Request
 from verl_profiling.watch.hangs import HangReporter
-from verl_profiling.watch.sums import Busy, StageSums
+from verl_profiling.watch.process_sums import Busy, StageSums
 
 
 def request(folder: Path, step: int = 1, **fields: Any) -> CaptureStart:

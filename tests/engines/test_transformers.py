@@ -11,7 +11,7 @@ from tests.engines.contract import EngineContract, finished, request, spans, sto
 from verl_profiling.capture.session import stage
 from verl_profiling.engines.transformers import watch_transformers
 from verl_profiling.errors import ConfigError
-from verl_profiling.watch.sums import Busy, StageSums
+from verl_profiling.watch.process_sums import Busy, StageSums
 from verl_profiling.workers import CaptureMixin, RequestLog, RolloutCaptureMixin
 
 torch = pytest.importorskip("torch")

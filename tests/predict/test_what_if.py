@@ -34,8 +34,8 @@ from verl_profiling.manifest import POLLING
 from verl_profiling.numbers.stage_rows import CAPTURE_CALLS
 from verl_profiling.predict.prediction import Prediction
 from verl_profiling.report.tables import TABLES
-from verl_profiling.watch.exposed import exposed
 from verl_profiling.watch.log_writer import WatchLog
+from verl_profiling.watch.stage_numbers import exposed
 
 WORKS = [("gemm", 5.2, 5.4)]
 

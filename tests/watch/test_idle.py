@@ -28,9 +28,9 @@ from verl_profiling.cli import main
 from verl_profiling.files.step_summary import Idle, RankUse, SpanTotal, StepSummary
 from verl_profiling.report.watch_sentences import waits
 from verl_profiling.trajectories import count
-from verl_profiling.watch.exposed import exposed
 from verl_profiling.watch.idle import idle_in, made_in
 from verl_profiling.watch.log_writer import WatchLog, values_of
+from verl_profiling.watch.stage_numbers import exposed
 from verl_profiling.watch.step_slices import StepSlices
 from verl_profiling.workers import (
     AgentLoopCaptureMixin,

@@ -15,8 +15,8 @@ from verl_profiling.controller.anomalies import Anomalies
 from verl_profiling.files.step_summary import RankUse, SpanTotal, StepSummary
 from verl_profiling.settings.groups import Anomaly
 from verl_profiling.watch.collectives import RecorderReading
-from verl_profiling.watch.detector import Detector
-from verl_profiling.watch.exposed import exposed
+from verl_profiling.watch.sign_tests import Detector
+from verl_profiling.watch.stage_numbers import exposed
 
 TOOLS = ("tool:search", "tool:python", "env:step", "judge")
 

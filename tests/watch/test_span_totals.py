@@ -23,7 +23,7 @@ from verl_profiling.files.step_summary import OTHERS, RankUse, SpanTotal, StepSu
 from verl_profiling.files.watch_log import WatchLogReader
 from verl_profiling.tools.trajectories import OpenLog
 from verl_profiling.trajectories.spans import count, start_log, stop_log, total_spans
-from verl_profiling.watch.sums import MOST_NAMES, SpanSums
+from verl_profiling.watch.process_sums import MOST_NAMES, SpanSums
 from verl_profiling.workers import AgentLoopCaptureMixin
 
 MS, S = 1_000_000, 1_000_000_000

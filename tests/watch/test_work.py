@@ -19,9 +19,9 @@ from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Work
 from verl_profiling.settings.groups import Anomaly
-from verl_profiling.watch.detector import Detector
-from verl_profiling.watch.exposed import exposed
-from verl_profiling.watch.sums import WatchQuestion
+from verl_profiling.watch.process_sums import WatchQuestion
+from verl_profiling.watch.sign_tests import Detector
+from verl_profiling.watch.stage_numbers import exposed
 from verl_profiling.watch.suspicion import Suspicion
 
 ACTOR = WorkerIdentity(role="actor")

@@ -47,8 +47,7 @@ from verl_profiling.settings.groups import TRAJECTORIES, WatchOptions
 from verl_profiling.tools import Tool
 from verl_profiling.trajectories.spans import total_spans
 from verl_profiling.watch.hangs import HangReporter, in_background
-from verl_profiling.watch.start_marks import add_engine_marks, add_marks
-from verl_profiling.watch.sums import (
+from verl_profiling.watch.process_sums import (
     NO_LOOKS,
     STAGES_OF_A_STEP,
     Busy,
@@ -56,6 +55,7 @@ from verl_profiling.watch.sums import (
     WatchQuestion,
     WatchReading,
 )
+from verl_profiling.watch.start_marks import add_engine_marks, add_marks
 
 logger = logging.getLogger(__name__)
 

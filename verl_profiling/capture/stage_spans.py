@@ -30,7 +30,7 @@ from verl_profiling.capture.compiled_stages import (
 from verl_profiling.capture.work import work_from
 from verl_profiling.manifest import GC, WEIGHT_SYNC, StageSpan, Work
 from verl_profiling.watch.process_recorder import note_failure
-from verl_profiling.watch.sums import Begun, SpanSums, StageSums
+from verl_profiling.watch.process_sums import Begun, SpanSums, StageSums
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from verl_profiling.manifest import Manifest
 from verl_profiling.settings.config import Decision, StepRange
 from verl_profiling.settings.groups import Anomaly
 from verl_profiling.watch.collectives import ASKED_STEPS, RecorderReading
-from verl_profiling.watch.detector import Detector
+from verl_profiling.watch.sign_tests import Detector
 from verl_profiling.watch.suspicion import Suspicion
 
 logger = logging.getLogger(__name__)

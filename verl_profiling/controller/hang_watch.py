@@ -30,7 +30,7 @@ from verl_profiling.units import duration
 from verl_profiling.watch.hang_kinds import culprit, silent
 from verl_profiling.watch.hangs import LOOP_FILE, HangReporter, ProcessState, in_background
 from verl_profiling.watch.process_recorder import end_recorder
-from verl_profiling.watch.sums import NO_LOOKS, StageSums, WatchQuestion, WatchReading
+from verl_profiling.watch.process_sums import NO_LOOKS, StageSums, WatchQuestion, WatchReading
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from itertools import chain
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import WEIGHT_SYNC
-from verl_profiling.watch.exposed import exposed_in
 from verl_profiling.watch.hand_offs import add_device_memory
 from verl_profiling.watch.idle import idle_in, made_in
 from verl_profiling.watch.lessons import lessons_in
 from verl_profiling.watch.savings import times_in
+from verl_profiling.watch.stage_numbers import exposed_in
 from verl_profiling.watch.step_slices import StepSlices
 
 

@@ -9,8 +9,8 @@ from verl_profiling import clock
 from verl_profiling.files.process_marks import START_UP, SUBMIT, created_ns, submitted_ns
 from verl_profiling.files.run_files import write_json_atomically
 from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.watch.process_sums import Begun, StageSums
 from verl_profiling.watch.start_marks import add_marks
-from verl_profiling.watch.sums import Begun, StageSums
 
 logger = logging.getLogger(__name__)
 

@@ -37,9 +37,14 @@ from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import finite_numbers
 from verl_profiling.settings.groups import WatchOptions
 from verl_profiling.watch.collectives import RecorderReading, with_lateness
+from verl_profiling.watch.experiment_trackers import RunLogs
 from verl_profiling.watch.log_writer import Listener, Log
-from verl_profiling.watch.sums import STAGES_OF_A_STEP, StageSums, WatchQuestion, WatchReading
-from verl_profiling.watch.trackers import RunLogs
+from verl_profiling.watch.process_sums import (
+    STAGES_OF_A_STEP,
+    StageSums,
+    WatchQuestion,
+    WatchReading,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from verl_profiling.manifest import (
     worst_status,
 )
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
-from verl_profiling.watch.sums import WatchQuestion, WatchReading
+from verl_profiling.watch.process_sums import WatchQuestion, WatchReading
 
 logger = logging.getLogger(__name__)
 

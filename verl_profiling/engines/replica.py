@@ -29,7 +29,7 @@ from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.typed_values import value_of
-from verl_profiling.watch.sums import WatchQuestion, WatchReading
+from verl_profiling.watch.process_sums import WatchQuestion, WatchReading
 
 logger = logging.getLogger(__name__)
 

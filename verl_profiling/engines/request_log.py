@@ -19,7 +19,7 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.files.engine_marks import stages_since
 from verl_profiling.manifest import BLOCK_TOKENS, CaptureResult, Request
-from verl_profiling.watch.sums import Busy
+from verl_profiling.watch.process_sums import Busy
 
 _LONGEST_ID = 200
 _HASH_BYTES = 6  # a JSON number below 2^53, which every reader keeps exactly

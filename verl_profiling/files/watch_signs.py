@@ -1,7 +1,7 @@
 """The signs by which the watch notices an anomaly, e.g. a slow stage, with what follows from each.
 
 A new sign is a row of :data:`SIGNS`, its threshold of the same name in ``watch.trigger``, and the
-test that notices it in ``watch/detector.py``.
+test that notices it in ``watch/sign_tests.py``.
 """
 
 from __future__ import annotations

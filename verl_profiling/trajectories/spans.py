@@ -319,7 +319,7 @@ def total_spans(totals: Any) -> None:
     """From now on, add each ended span and trajectory of this process to totals of the watch.
 
     Args:
-        totals: A :class:`~verl_profiling.watch.sums.SpanSums`; ``None`` ends this.
+        totals: A :class:`~verl_profiling.watch.process_sums.SpanSums`; ``None`` ends this.
     """
     global _totals
     if totals is not None:

@@ -33,7 +33,7 @@ from verl_profiling.manifest import WAIT
 from verl_profiling.trajectories.spans import open_spans
 from verl_profiling.watch.collectives import entered_collectives
 from verl_profiling.watch.process_recorder import recorder_of
-from verl_profiling.watch.sums import StageSums
+from verl_profiling.watch.process_sums import StageSums
 
 logger = logging.getLogger(__name__)
 

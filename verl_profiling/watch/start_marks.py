@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from verl_profiling.files.engine_marks import MarkReader
 from verl_profiling.files.process_marks import taken_marks
-from verl_profiling.watch.sums import StageSums
+from verl_profiling.watch.process_sums import StageSums
 
 
 def add_marks(sums: StageSums, until_ns: int) -> None:

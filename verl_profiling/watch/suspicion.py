@@ -24,7 +24,7 @@ from verl_profiling.manifest import GC, WAIT, WEIGHT_SYNC
 from verl_profiling.settings.groups import Anomaly
 from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.units import duration
-from verl_profiling.watch.exposed import TIED, Standing, alone_ns, standings
+from verl_profiling.watch.stage_numbers import TIED, Standing, alone_ns, standings
 
 MOST_SUSPECTS = 4
 NOBODY = "no process was longer there than the others"

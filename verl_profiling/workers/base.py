@@ -21,7 +21,7 @@ from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity, process_rank
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.typed_values import value_of
-from verl_profiling.watch.sums import WatchQuestion, WatchReading
+from verl_profiling.watch.process_sums import WatchQuestion, WatchReading
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

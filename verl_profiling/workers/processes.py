@@ -37,7 +37,7 @@ from verl_profiling.files.run_files import json_of
 from verl_profiling.identity import ROLLOUT_ROLE, ProcessId
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.typed_values import Positive, value_of
-from verl_profiling.watch.sums import NO_LOOKS, WatchQuestion
+from verl_profiling.watch.process_sums import NO_LOOKS, WatchQuestion
 
 logger = logging.getLogger(__name__)
 

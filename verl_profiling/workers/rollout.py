@@ -19,7 +19,7 @@ from verl_profiling.errors import CaptureStateError, ConfigError, choices_hint
 from verl_profiling.files.engine_marks import collect_marks
 from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.watch.sums import WatchQuestion, WatchReading
+from verl_profiling.watch.process_sums import WatchQuestion, WatchReading
 
 
 class RolloutCaptureMixin:

@@ -14,7 +14,7 @@ from verl_profiling import clock, stage
 from verl_profiling.capture.session import Session
 from verl_profiling.files.step_summary import RankUse
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.watch.sums import WatchQuestion
+from verl_profiling.watch.process_sums import WatchQuestion
 
 ACTOR, S = WorkerIdentity(role="actor"), 1_000_000_000
 WATCHED = {"enable": True, "tool": "spans", "watch": {"enable": True, "steps": 10}}

@@ -16,7 +16,7 @@ from quiet_steps import with_stages
 
 from verl_profiling.controller.judgement import judge
 from verl_profiling.files.step_summary import ExposedStage, RankUse, SpanTotal, StepSummary
-from verl_profiling.watch.exposed import exposed, standings
+from verl_profiling.watch.stage_numbers import exposed, standings
 
 DOCS = Path(__file__).parents[2] / "docs"
 MS = 1_000_000

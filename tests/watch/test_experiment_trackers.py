@@ -18,7 +18,7 @@ import pytest
 
 from verl_profiling import ProfilingCallback
 from verl_profiling.files.watch_log import WatchLogReader
-from verl_profiling.watch import trackers
+from verl_profiling.watch import experiment_trackers
 from verl_profiling.workers import CaptureMixin
 
 STEPS, HUNG, CAPTURED = 16, 14, 15
@@ -187,9 +187,9 @@ def test_a_dead_tracker_costs_the_loop_nothing(
 ) -> None:
     """No step and no line of the log; one warning, and the end waits a bounded time for it."""
     dead = DeadTracker(blocks)
-    monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda run: dead)
-    monkeypatch.setattr(trackers, "_LONGEST_CALL_S", 0.3)
-    monkeypatch.setattr(trackers, "_MOST_QUEUED", 4)
+    monkeypatch.setitem(experiment_trackers.TRACKERS, "wandb", lambda run: dead)
+    monkeypatch.setattr(experiment_trackers, "_LONGEST_CALL_S", 0.3)
+    monkeypatch.setattr(experiment_trackers, "_MOST_QUEUED", 4)
     began_s = time.monotonic()
     train(tmp_path, "wandb")
     dead.revived.set()
@@ -212,7 +212,7 @@ def test_mlflow_without_an_answer(
     """A server that takes the connection, and says nothing."""
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setattr(trackers, "_LONGEST_CALL_S", 2.0)
+    monkeypatch.setattr(experiment_trackers, "_LONGEST_CALL_S", 2.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
         train(tmp_path, "mlflow")
@@ -246,7 +246,7 @@ def test_wandb_asks_nobody_on_a_terminal(tmp_path: Path) -> None:
     program = f"""
 import sys
 sys.path[:0] = {sys.path!r}
-from tests.watch.test_trackers import train
+from tests.watch.test_experiment_trackers import train
 from pathlib import Path
 train(Path({str(tmp_path)!r}), "wandb")
 """
