@@ -23,7 +23,7 @@ import verl_profiling
 from verl_profiling import ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.capture.session import Session
 from verl_profiling.files.run_files import read_manifest
-from verl_profiling.numbers import columns
+from verl_profiling.numbers import report_columns
 from verl_profiling.numbers.idle_causes import CAUSES
 from verl_profiling.report import model
 from verl_profiling.report.findings import FINDINGS
@@ -207,7 +207,7 @@ def test_where_a_change_goes_names_what_there_is() -> None:
 
 STRUCTS = [
     found
-    for module in (model, columns)
+    for module in (model, report_columns)
     for found in vars(module).values()
     if isinstance(found, type)
     and issubclass(found, msgspec.Struct)

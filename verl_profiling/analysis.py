@@ -378,10 +378,9 @@ class CapturedStep:
 
         Args:
             name: The table. The first column is the step, the others are the fields of the row
-                class in
-                :mod:`verl_profiling.numbers.columns`. The idle time of a worker has one column per
-                cause, ``lost_<cause>_us``. The table ``requests`` comes from the manifest; no trace
-                is read for it.
+                class in :mod:`verl_profiling.numbers.report_columns`. The idle time of a worker has
+                one column per cause, ``lost_<cause>_us``. The table ``requests`` comes from the
+                manifest; no trace is read for it.
 
         Raises:
             ConfigError: There is no table of this name.

@@ -17,7 +17,7 @@ from step_outcome import printed
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError, TraceFormatError
-from verl_profiling.numbers.columns import WorkerRow
+from verl_profiling.numbers.report_columns import WorkerRow
 from verl_profiling.report.model import Report
 from verl_profiling.steps.kinds import PATTERNS, Pattern, communicates, own_name
 

@@ -15,7 +15,7 @@ from step_folders import build_step
 from verl_profiling.analysis import load_reports, open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.numbers.columns import LostRow, StageRow
+from verl_profiling.numbers.report_columns import LostRow, StageRow
 from verl_profiling.report.diff import Diff, compare, print_diff
 from verl_profiling.report.model import Report
 

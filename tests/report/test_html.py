@@ -14,7 +14,7 @@ from html_elements import Elements
 from step_folders import build_step
 
 from verl_profiling.analysis import open_step
-from verl_profiling.numbers.columns import CollectiveRow, GanttSpan, KernelRow, StragglerRow
+from verl_profiling.numbers.report_columns import CollectiveRow, GanttSpan, KernelRow, StragglerRow
 from verl_profiling.report.html import render_html, table
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.tables import named

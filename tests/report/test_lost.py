@@ -13,8 +13,8 @@ from step_outcome import csv_rows, printed
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.manifest import Device
-from verl_profiling.numbers.columns import OTHER_RANKS
 from verl_profiling.numbers.idle_causes import CAUSES
+from verl_profiling.numbers.report_columns import OTHER_RANKS
 from verl_profiling.report.exports import scalars
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report

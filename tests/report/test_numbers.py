@@ -20,7 +20,7 @@ from step_outcome import printed
 from verl_profiling.analysis import open_step
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import ClockAnchor, HostClock, Request, StageSpan
-from verl_profiling.numbers.columns import CostRow, MeasureRow, ReplicaRow
+from verl_profiling.numbers.report_columns import CostRow, MeasureRow, ReplicaRow
 from verl_profiling.numbers.stage_rows import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report.exports import scalars
 from verl_profiling.report.html import render_html

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from drawn_steps import STAGES, Worker, report_of, whole_step
 
-from verl_profiling.numbers.columns import OTHER_RANKS
 from verl_profiling.numbers.idle_causes import CAUSES
+from verl_profiling.numbers.report_columns import OTHER_RANKS
 from verl_profiling.numbers.stage_rows import PARTS
 from verl_profiling.report.colours import stage_class
 from verl_profiling.report.picture import picture

@@ -18,7 +18,7 @@ from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_OK
 from verl_profiling.files.trajectory_log import Counted, StatusChange
 from verl_profiling.manifest import POLLING, Request
-from verl_profiling.numbers.columns import CounterRow, Polling
+from verl_profiling.numbers.report_columns import CounterRow, Polling
 from verl_profiling.report.colours import cause_key
 from verl_profiling.report.diff import compare
 from verl_profiling.report.exports import scalars

@@ -11,7 +11,7 @@ from drawn_logs import DrawnLog
 from drawn_steps import whole_step
 
 from verl_profiling.analysis import open_step
-from verl_profiling.numbers.columns import ServiceRow
+from verl_profiling.numbers.report_columns import ServiceRow
 from verl_profiling.report.model import Report
 from verl_profiling.report.picture import picture
 

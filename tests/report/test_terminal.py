@@ -13,7 +13,7 @@ from step_outcome import printed
 
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
-from verl_profiling.numbers.columns import SuspectRow
+from verl_profiling.numbers.report_columns import SuspectRow
 from verl_profiling.report.html import summary
 from verl_profiling.report.model import Finding, Report
 

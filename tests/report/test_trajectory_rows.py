@@ -10,7 +10,7 @@ import pytest
 
 from verl_profiling.analysis import open_step
 from verl_profiling.numbers import trajectory_rows
-from verl_profiling.numbers.columns import GanttSpan
+from verl_profiling.numbers.report_columns import GanttSpan
 from verl_profiling.report.picture import picture
 
 DEMOS = Path(__file__).parents[1] / "data" / "demo_steps.tar.gz"

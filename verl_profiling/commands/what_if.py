@@ -28,7 +28,7 @@ from verl_profiling.commands import (
 )
 from verl_profiling.commands.common import StepByStep, add_communication, add_paths, add_ray
 from verl_profiling.errors import ConfigError
-from verl_profiling.numbers.columns import PathRow
+from verl_profiling.numbers.report_columns import PathRow
 from verl_profiling.predict.changes import OPTIONS, factor_of
 from verl_profiling.predict.prediction import Prediction
 from verl_profiling.report.console import fitting_console

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from verl_profiling.files.iteration_names import UNKNOWN_TOKENS
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import NUMBER_BYTES, WEIGHT_SYNC, CaptureResult
-from verl_profiling.numbers.columns import AchievedRow, WorkRow
 from verl_profiling.numbers.device_peaks import PEAK_OF
 from verl_profiling.numbers.model_shape import TRAINING, ModelShape, shape_of
+from verl_profiling.numbers.report_columns import AchievedRow, WorkRow
 from verl_profiling.slices.intervals import (
     EMPTY,
     Ints,

@@ -20,7 +20,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from verl_profiling.manifest import BUCKET, StageSpan
-from verl_profiling.numbers.columns import LinkRow
+from verl_profiling.numbers.report_columns import LinkRow
 from verl_profiling.slices.intervals import Ints, grouped
 from verl_profiling.steps.calls import Calls
 from verl_profiling.steps.kinds import LAUNCHES, Group

@@ -12,7 +12,7 @@ from statistics import median
 from typing import NamedTuple
 
 from verl_profiling.manifest import CaptureResult, Manifest
-from verl_profiling.numbers.columns import CostRow, CounterRow, MeasureRow, ReplicaRow
+from verl_profiling.numbers.report_columns import CostRow, CounterRow, MeasureRow, ReplicaRow
 from verl_profiling.slices.intervals import grouped, percentiles
 from verl_profiling.steps.read import Counts
 from verl_profiling.steps.requests import RequestRow

@@ -25,8 +25,8 @@ import numpy as np
 
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import StageSpan
-from verl_profiling.numbers.columns import CollectiveRow, StragglerRow
 from verl_profiling.numbers.idle_causes import until_last
+from verl_profiling.numbers.report_columns import CollectiveRow, StragglerRow
 from verl_profiling.slices.intervals import (
     EMPTY,
     Spans,

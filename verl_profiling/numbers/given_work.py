@@ -16,7 +16,7 @@ from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import CaptureResult, StageSpan, Work
 from verl_profiling.numbers.collectives import in_calls
-from verl_profiling.numbers.columns import StragglerRow, WorkRow
+from verl_profiling.numbers.report_columns import StragglerRow, WorkRow
 from verl_profiling.slices.intervals import (
     Ints,
     Spans,

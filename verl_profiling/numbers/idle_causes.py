@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.manifest import WEIGHT_SYNC, StageSpan
-from verl_profiling.numbers.columns import OTHER_RANKS, DeviceRow, LostRow, Tail, sum_of
+from verl_profiling.numbers.report_columns import OTHER_RANKS, DeviceRow, LostRow, Tail, sum_of
 from verl_profiling.slices.intervals import (
     EMPTY,
     Spans,

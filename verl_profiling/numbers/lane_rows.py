@@ -43,7 +43,9 @@ import numpy as np
 
 from verl_profiling.files.iteration_names import UNKNOWN_TOKENS, Iteration
 from verl_profiling.files.step_summary import ROLLOUT
-from verl_profiling.numbers.columns import (
+from verl_profiling.numbers.idle_causes import CAUSES, partition, working_spans
+from verl_profiling.numbers.last_response import late_response
+from verl_profiling.numbers.report_columns import (
     OTHER_RANKS,
     DeviceRow,
     EngineRow,
@@ -53,8 +55,6 @@ from verl_profiling.numbers.columns import (
     Throughput,
     WorkerRow,
 )
-from verl_profiling.numbers.idle_causes import CAUSES, partition, working_spans
-from verl_profiling.numbers.last_response import late_response
 from verl_profiling.numbers.stage_rows import percent
 from verl_profiling.slices.intervals import (
     EMPTY,

@@ -13,7 +13,7 @@ from statistics import fmean
 import numpy as np
 
 from verl_profiling.manifest import Request
-from verl_profiling.numbers.columns import LateResponse, PartRow
+from verl_profiling.numbers.report_columns import LateResponse, PartRow
 from verl_profiling.slices.intervals import holding
 from verl_profiling.steps.lanes import Step
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_signs import LEADER, MEMORY, sign_of
-from verl_profiling.numbers.columns import RequestedCapture, SuspectRow
+from verl_profiling.numbers.report_columns import RequestedCapture, SuspectRow
 from verl_profiling.slices.intervals import intersection, length, subtract, time_of
 from verl_profiling.steps.lanes import Step
 

@@ -13,7 +13,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from verl_profiling.manifest import Request
-from verl_profiling.numbers.columns import (
+from verl_profiling.numbers.report_columns import (
     BlockRow,
     CallRow,
     CauseRow,

@@ -23,7 +23,7 @@ from verl_profiling.manifest import (
     CaptureResult,
     Manifest,
 )
-from verl_profiling.numbers.columns import AroundRow, GanttSpan, Polling, StageRow
+from verl_profiling.numbers.report_columns import AroundRow, GanttSpan, Polling, StageRow
 from verl_profiling.slices.intervals import (
     EMPTY,
     Ints,

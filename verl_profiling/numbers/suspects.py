@@ -26,8 +26,8 @@ from verl_profiling.files.watch_signs import sign_of
 from verl_profiling.manifest import StageSpan
 from verl_profiling.numbers.capture_rows import measures_of
 from verl_profiling.numbers.collectives import last_to
-from verl_profiling.numbers.columns import Kind, RequestedCapture, SuspectRow
 from verl_profiling.numbers.idle_causes import cause_name
+from verl_profiling.numbers.report_columns import Kind, RequestedCapture, SuspectRow
 from verl_profiling.numbers.requested_fault import late_start_s
 from verl_profiling.slices.intervals import (
     Spans,

@@ -13,7 +13,7 @@ from typing import Any
 
 from verl_profiling.files.trajectory_log import EQUAL, KEPT, TRUNCATED, reward_of, task_of
 from verl_profiling.manifest import Lessons, StageSpan, Work, added, divided, useless_parts
-from verl_profiling.numbers.columns import NothingRow, UselessRow
+from verl_profiling.numbers.report_columns import NothingRow, UselessRow
 from verl_profiling.slices.intervals import grouped
 from verl_profiling.steps.lanes import Step
 from verl_profiling.steps.trajectory_columns import Trajectory

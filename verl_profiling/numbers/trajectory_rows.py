@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl_profiling.numbers.columns import GanttSpan
+from verl_profiling.numbers.report_columns import GanttSpan
 from verl_profiling.steps.read import Content
 from verl_profiling.steps.trajectory_columns import Trajectory
 from verl_profiling.units import shortened

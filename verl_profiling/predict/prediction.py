@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from verl_profiling.manifest import POLLING, WAIT
-from verl_profiling.numbers.columns import HelpRow, PathRow, added
+from verl_profiling.numbers.report_columns import HelpRow, PathRow, added
 from verl_profiling.numbers.stage_rows import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.predict.changed_step import Baseline, CallTimes
 from verl_profiling.predict.changes import TOOL, Changes, tool_name

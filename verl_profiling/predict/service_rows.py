@@ -12,7 +12,7 @@ import numpy as np
 
 from verl_profiling.files.trajectory_log import NO_SPAN
 from verl_profiling.manifest import WAIT
-from verl_profiling.numbers.columns import ServiceRow
+from verl_profiling.numbers.report_columns import ServiceRow
 from verl_profiling.numbers.stage_rows import mean_running
 from verl_profiling.predict.limits import slots_of
 from verl_profiling.predict.step_graph import Limit

@@ -20,9 +20,9 @@ import msgspec
 from rich.console import Console
 
 from verl_profiling.files.step_summary import StepSummary
-from verl_profiling.numbers.columns import sum_of
 from verl_profiling.numbers.idle_causes import cause_name
 from verl_profiling.numbers.noise import STARTS, interval
+from verl_profiling.numbers.report_columns import sum_of
 from verl_profiling.numbers.stage_rows import CAPTURE_CALLS
 from verl_profiling.report.console import fitting_console
 from verl_profiling.report.model import Report

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from verl_profiling.files.engine_marks import RESET, SLEEP, WAKE
-from verl_profiling.numbers.columns import GanttSpan
+from verl_profiling.numbers.report_columns import GanttSpan
 from verl_profiling.report.finding_measures import Loss, on_all
 from verl_profiling.report.model import Report
 from verl_profiling.slices.intervals import grouped, length, spans_of

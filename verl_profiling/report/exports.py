@@ -20,7 +20,7 @@ from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.files.opener import make_folder, real_folder, whole_file
 from verl_profiling.files.run_files import EventFile
 from verl_profiling.manifest import NUMBER_BYTES
-from verl_profiling.numbers.columns import sum_of
+from verl_profiling.numbers.report_columns import sum_of
 from verl_profiling.report.model import Report
 from verl_profiling.report.tables import TABLES, fields_of, flat_rows
 from verl_profiling.slices.intervals import grouped

@@ -13,7 +13,8 @@ from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.files.trajectory_log import EQUAL, NO_CPU
 from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.numbers.capture_rows import slowest_replica
-from verl_profiling.numbers.columns import (
+from verl_profiling.numbers.given_work import NO_WORK
+from verl_profiling.numbers.report_columns import (
     BlockRow,
     DeviceRow,
     Rollout,
@@ -21,7 +22,6 @@ from verl_profiling.numbers.columns import (
     StragglerRow,
     sum_of,
 )
-from verl_profiling.numbers.given_work import NO_WORK
 from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import late_response
 from verl_profiling.report.watch_sentences import by_reason, counted

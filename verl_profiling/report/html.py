@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.numbers.columns import (
+from verl_profiling.numbers.idle_causes import cause_name
+from verl_profiling.numbers.report_columns import (
     PartRow,
     sum_of,
 )
-from verl_profiling.numbers.idle_causes import cause_name
 from verl_profiling.report.colours import cause_key
 from verl_profiling.report.findings import calm
 from verl_profiling.report.model import Finding, Report

@@ -1,7 +1,7 @@
 """The report as data, which ``--json`` prints and all other output formats show.
 
 All times are microseconds (``_us``) unless a name says otherwise; shares are fractions of 1. Rows
-of tables are in :mod:`~verl_profiling.numbers.columns`.
+of tables are in :mod:`~verl_profiling.numbers.report_columns`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,14 @@ import msgspec
 
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, HostClock
-from verl_profiling.numbers import columns
-from verl_profiling.numbers.columns import GanttSpan, RequestedCapture, Rollout, Tail, Throughput
+from verl_profiling.numbers import report_columns
+from verl_profiling.numbers.report_columns import (
+    GanttSpan,
+    RequestedCapture,
+    Rollout,
+    Tail,
+    Throughput,
+)
 from verl_profiling.predict.knee import Knee
 from verl_profiling.steps.read import Coverage
 from verl_profiling.steps.trajectory_columns import GENERATE, REQUEST_PARTS
@@ -113,19 +119,19 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int | None = None
     complete: bool = True
     span_us: float
-    stages: list[columns.StageRow]
-    workers: list[columns.WorkerRow]
-    engines: list[columns.EngineRow]
+    stages: list[report_columns.StageRow]
+    workers: list[report_columns.WorkerRow]
+    engines: list[report_columns.EngineRow]
     tail: Tail | None
-    stragglers: list[columns.StragglerRow]
-    work: list[columns.WorkRow] = []
-    achieved: list[columns.AchievedRow] = []
+    stragglers: list[report_columns.StragglerRow]
+    work: list[report_columns.WorkRow] = []
+    achieved: list[report_columns.AchievedRow] = []
     unknown_limits: list[str] = []
-    useless_training: list[columns.UselessRow] = []
-    collectives: list[columns.CollectiveRow]
-    links: list[columns.LinkRow] = []
-    kernels: list[columns.KernelRow]
-    lost: list[columns.LostRow]
+    useless_training: list[report_columns.UselessRow] = []
+    collectives: list[report_columns.CollectiveRow]
+    links: list[report_columns.LinkRow] = []
+    kernels: list[report_columns.KernelRow]
+    lost: list[report_columns.LostRow]
     throughput: Throughput | None
     knee: Knee | None = None
     gantt: list[GanttSpan]
@@ -135,22 +141,22 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     coverage: Coverage
     metrics: dict[str, float] = {}
     notes: list[str]
-    measures: list[columns.MeasureRow] = []
-    costs: list[columns.CostRow] = []
+    measures: list[report_columns.MeasureRow] = []
+    costs: list[report_columns.CostRow] = []
     captured: bool = True
-    services: list[columns.ServiceRow] = []
-    replicas: list[columns.ReplicaRow] = []
+    services: list[report_columns.ServiceRow] = []
+    replicas: list[report_columns.ReplicaRow] = []
     rollout: Rollout | None = None
-    around_the_step: list[columns.AroundRow] = []
-    devices: list[columns.DeviceRow]
+    around_the_step: list[report_columns.AroundRow] = []
+    devices: list[report_columns.DeviceRow]
     timeline_begin_ns: int | None = None
     name: str = ""
     capture_request: RequestedCapture | None = None
-    suspects: list[columns.SuspectRow] = []
-    counters: list[columns.CounterRow] = []
+    suspects: list[report_columns.SuspectRow] = []
+    counters: list[report_columns.CounterRow] = []
     watched: StepSummary | None = None
-    what_would_help: list[columns.HelpRow] = []
-    critical_path: list[columns.PathRow] = []
+    what_would_help: list[report_columns.HelpRow] = []
+    critical_path: list[report_columns.PathRow] = []
     unmatched_us: float = 0.0
     capture_steps: list[int] = []
 
@@ -215,7 +221,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def observed_us(self) -> float:
         """Observed time of all devices; 1 if there is none, so that shares of it are 0."""
-        return columns.sum_of(self.devices, "span_us") or 1.0
+        return report_columns.sum_of(self.devices, "span_us") or 1.0
 
     @property
     def observed_share(self) -> float:

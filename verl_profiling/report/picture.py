@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.numbers.columns import GanttSpan, PathRow, WorkerRow
+from verl_profiling.numbers.report_columns import GanttSpan, PathRow, WorkerRow
 from verl_profiling.report.colours import colour_of
 from verl_profiling.report.model import Report
 from verl_profiling.slices.intervals import grouped

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from verl_profiling.manifest import POLLING, WAIT, WEIGHT_SYNC
-from verl_profiling.numbers.columns import StageRow, sum_of
+from verl_profiling.numbers.report_columns import StageRow, sum_of
 from verl_profiling.report.model import Report
 from verl_profiling.slices.intervals import grouped
 from verl_profiling.steps.trajectory_columns import OTHERS, UNEXPLAINED

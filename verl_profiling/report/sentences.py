@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from verl_profiling.files.watch_signs import sign_of
 from verl_profiling.numbers.achieved import WHOLE_STEP
-from verl_profiling.numbers.columns import (
+from verl_profiling.numbers.idle_causes import cause_name
+from verl_profiling.numbers.last_response import LENGTH, SPEED
+from verl_profiling.numbers.report_columns import (
     OTHER_RANKS,
     AchievedRow,
     LateResponse,
@@ -15,8 +17,6 @@ from verl_profiling.numbers.columns import (
     Rollout,
     sum_of,
 )
-from verl_profiling.numbers.idle_causes import cause_name
-from verl_profiling.numbers.last_response import LENGTH, SPEED
 from verl_profiling.report.model import Report
 from verl_profiling.report.watch_sentences import counted, sparkline, waits
 from verl_profiling.slices.intervals import grouped

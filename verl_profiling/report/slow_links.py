@@ -8,7 +8,7 @@ from statistics import median
 
 from verl_profiling.manifest import BUCKET
 from verl_profiling.numbers.bandwidth import SIZE_CLASS_BITS
-from verl_profiling.numbers.columns import LinkRow
+from verl_profiling.numbers.report_columns import LinkRow
 from verl_profiling.report import finding_measures
 from verl_profiling.report.finding_measures import Loss
 from verl_profiling.report.model import Report

@@ -1,4 +1,4 @@
-"""The list of a report's tables; the columns of each are in :mod:`verl_profiling.numbers.columns`.
+"""The list of a report's tables; their columns are in :mod:`verl_profiling.numbers.report_columns`.
 
 A table has one name everywhere: ``kernels`` is a field of the JSON, a CSV file, a frame and a
 heading. The name of a field ends with its unit (``_us``, ``_s``, ``share``, ``bytes``); any other
@@ -14,8 +14,15 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
-from verl_profiling.numbers.columns import OTHER_RANKS, CauseRow, HelpRow, PathRow, Rollout, added
 from verl_profiling.numbers.idle_causes import CAUSES, cause_name
+from verl_profiling.numbers.report_columns import (
+    OTHER_RANKS,
+    CauseRow,
+    HelpRow,
+    PathRow,
+    Rollout,
+    added,
+)
 from verl_profiling.report.colours import cause_key, stage_class
 from verl_profiling.report.model import Report
 from verl_profiling.steps.trajectory_columns import LOOP_LAG
@@ -65,8 +72,8 @@ class Table(NamedTuple):
         note: Sentence below the table, or a function that returns the sentence.
         most: Maximum number of rows on the page.
         key: Function that returns the CSS class of a row's colour.
-        field: Field of :class:`~verl_profiling.numbers.columns.Rollout` with the rows; empty for a
-            field of the report.
+        field: Field of :class:`~verl_profiling.numbers.report_columns.Rollout` with the rows;
+            empty for a field of the report.
         shown: Function that returns the shown rows, if they differ from the rows of the data.
         compares: What the table compares: ``parts`` of a whole, or ``peers`` that should be alike;
             see :meth:`rows_shown`.

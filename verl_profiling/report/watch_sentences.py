@@ -14,7 +14,7 @@ from verl_profiling.manifest import WEIGHT_SYNC, UselessPart, useless_parts
 from verl_profiling.units import duration
 
 if TYPE_CHECKING:  # a hundred classes
-    from verl_profiling.numbers.columns import HelpRow, NothingRow, UselessRow
+    from verl_profiling.numbers.report_columns import HelpRow, NothingRow, UselessRow
 
 _NO_TRAINING = (ROLLOUT, "reward", "validate", WEIGHT_SYNC)
 _LEAST_WAIT = 0.01
