@@ -19,7 +19,7 @@ from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import MANIFEST_NAME, RunInfo, StageSpan, Work
 from verl_profiling.numbers.model_shape import ModelShape, shape_of
 from verl_profiling.report.model import Report
-from verl_profiling.report.sentences import figures, sentences
+from verl_profiling.report.summary_text import figures, sentences
 from verl_profiling.settings.config import ProfilingConfig
 
 H100 = Path(__file__).parents[1] / "data" / "h100"

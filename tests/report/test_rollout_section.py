@@ -25,7 +25,7 @@ from verl_profiling.report.exports import scalars
 from verl_profiling.report.findings import find
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
-from verl_profiling.report.sentences import rollout_sentences
+from verl_profiling.report.summary_text import rollout_sentences
 from verl_profiling.report.tables import TABLES
 from verl_profiling.steps.trajectory_columns import OTHERS
 

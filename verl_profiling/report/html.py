@@ -22,7 +22,7 @@ from verl_profiling.report.colours import cause_key
 from verl_profiling.report.findings import calm
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.picture import picture
-from verl_profiling.report.sentences import (
+from verl_profiling.report.summary_text import (
     Figure,
     figures,
     request_sentences,

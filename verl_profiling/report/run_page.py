@@ -28,8 +28,8 @@ from verl_profiling.report.run_steps import (
     latest_steps,
     logged_bars,
 )
-from verl_profiling.report.sentences import Figure
 from verl_profiling.report.step_bars import Bar, bars_section, merged
+from verl_profiling.report.summary_text import Figure
 from verl_profiling.report.tables import named, said, timed
 from verl_profiling.report.watch_frame import RunView, excess, slowest, tables_of
 from verl_profiling.report.watch_sentences import number, waits

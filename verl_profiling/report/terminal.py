@@ -18,7 +18,7 @@ from rich.text import Text
 from verl_profiling.report.console import WIDTH, fitting_console, table_of
 from verl_profiling.report.findings import calm
 from verl_profiling.report.model import Finding, Report
-from verl_profiling.report.sentences import (
+from verl_profiling.report.summary_text import (
     figures,
     request_sentences,
     rollout_sentences,
