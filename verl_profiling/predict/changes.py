@@ -1,9 +1,9 @@
-"""The changes that a user can ask for with ``what-if``: their values, their options, their effect.
+"""The changes that a user can ask for with ``what-if``: their values, options and assumptions.
 
-A new change is a field of :class:`Changes`, with its check, its option and its assumption, and
-takes effect in :class:`Baseline`. The command and ``CapturedStep.what_if`` take all fields.
-``predict/prediction.py`` may offer it as one that would help. Other resources are replayed in
-:mod:`verl_profiling.predict.replicas`.
+A new change is a field of :class:`Changes`, with its check, its option and its assumption. Its
+effect is in :mod:`verl_profiling.predict.change_effects`. The command and
+``CapturedStep.what_if`` take all fields. ``predict/prediction.py`` may offer it as a change that
+would help. Other resources are replayed in :mod:`verl_profiling.predict.replicas`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import numpy as np
 from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.numbers.report_columns import HelpRow, PathRow, added
 from verl_profiling.numbers.stage_rows import CAPTURE_CALLS, OUTSIDE_STAGES
-from verl_profiling.predict.changed_step import Baseline, CallTimes
+from verl_profiling.predict.change_effects import Baseline, CallTimes
 from verl_profiling.predict.changes import TOOL, Changes, tool_name
 from verl_profiling.predict.replays import Replay, replay
 from verl_profiling.predict.replicas import on_resources

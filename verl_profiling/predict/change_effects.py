@@ -1,4 +1,4 @@
-"""The recorded step, and its replay with the changes that a user asks for."""
+"""The effects of the changes of ``what-if``: the recorded step is replayed with them."""
 
 from __future__ import annotations
 
