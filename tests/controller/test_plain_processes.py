@@ -222,6 +222,7 @@ def test_without_a_callback_a_process_goes_on(
     worker.init_capture(settings(tmp_path, [1]), role="actor")
     join_callback(worker, str(tmp_path / "nobody"), 0)
     assert "no callback listens at" in caplog.text
+    assert "start the loop first, or correct the address" in caplog.text
 
 
 def _lost_loop(given: dict[str, Any], pipe: Any) -> None:

@@ -20,6 +20,7 @@ from verl_profiling.files.step_summary import ExposedStage, StepSummary
 from verl_profiling.manifest import Request
 from verl_profiling.report.findings import LIMIT, find
 from verl_profiling.report.model import Finding, Report
+from verl_profiling.report.summary_text import late_response
 from verl_profiling.watch.log_writer import WatchLog
 
 WHOLE: list[Drawn] = [("update_actor", 0, 10)]
@@ -439,9 +440,19 @@ def test_the_last_response_is_late_for_a_reason(tmp_path: Path, reason: str, rep
         )
         rewrite_worker(tmp_path, f"rollout{replica}", requests=[request])
     report = open_step(tmp_path).report()
-    text = f"; the last response is 2.00 s later than others: 2.00 s {reason})"
+    others = "the last ones of other replicas"
+    text = f"; the last response ended 2.00 s later than {others}: 2.00 s {reason})"
     assert text in said(report, "long_tail").text
     assert sum(part.seconds for part in report.tail.late.parts) == pytest.approx(2.0)
+
+
+def test_the_last_response_of_one_replica_is_compared_with_all_others(tmp_path: Path) -> None:
+    requests = [(0, 1, 200), (0, 2, 200), (0, 3.5, 600)]
+    only = engine(0, (0, 3.5), requests=requests)
+    text = late_response(report_of(tmp_path, [("rollout", 0, 4)], [only], end=4.5))
+    assert text.startswith(
+        "; the last response ended 2.00 s later than the other responses did on average: "
+    )
 
 
 @pytest.mark.parametrize("stage", ["update_actor", "rollout", "reward"])

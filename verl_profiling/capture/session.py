@@ -126,7 +126,7 @@ class Session:
         self._registered[identity.name] = self._prepared_role(identity, None)
 
     def owns(self, worker: object) -> None:
-        """Let the parts of this process's memory be those of the modules of a worker."""
+        """Attribute this process's memory to the modules of a worker."""
         with suppress(TypeError):  # a class with slots may have no weak references
             self._owners.append(weakref.ref(worker))
 

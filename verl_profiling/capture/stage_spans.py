@@ -545,7 +545,9 @@ class SpanLog:
         return spans
 
     def notes(self) -> list[str]:
-        """Return sentences for the user on stages that no artifact shows, and on those left out."""
+        """Return sentences for the user on stages that no artifact shows, and on stages that were
+        left out.
+        """
         notes = []
         if self._marks_failed:
             notes.append(self._marks_failed)

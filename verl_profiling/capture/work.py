@@ -85,7 +85,7 @@ def _lessons(stage: str, facts: Mapping[str, Any], counts: Sequence[int]) -> Les
 
 
 def _texts(name: str, values: Iterable[object], many: int) -> list[str]:
-    """Return a text for each of so many sequences: its task, or why nothing is learned from it."""
+    """Return a text for each of ``many`` sequences: the task, or why nothing is learned from it."""
     if name in _NONZERO:
         texts = ["" if number else _NONZERO[name] for number in _numbers(values)]
     else:
@@ -98,7 +98,7 @@ def _texts(name: str, values: Iterable[object], many: int) -> list[str]:
 
 
 def _listed(values: Iterable[object]) -> Iterable[object]:
-    """Return the values of a list, array or tensor; of a device, they are copied once."""
+    """Return the values of a list, array or tensor; values on a device are copied once."""
     as_list = getattr(values, "tolist", None)
     return values if as_list is None else as_list()
 

@@ -90,7 +90,7 @@ class CapturedWorkers:
             yield from self.start(window)
 
     def stop(self, stage: str | None = None) -> Waits[None]:
-        """Stop all started workers concurrently; with a ``stage``, only those started for it."""
+        """Stop all workers that were started, concurrently; with a ``stage``, only its workers."""
         stopping = [opened for opened in self._open if stage in (None, opened[0].stage)]
         if not stopping:
             return
@@ -279,8 +279,8 @@ class CapturedWorkers:
         return list(results.values())
 
     def others(self) -> list[CaptureResult]:
-        """Return empty results for the other ranks of the loop,
-        which write the real ones themselves.
+        """Return empty results for the other ranks of the loop, which write the real results
+        themselves.
         """
         if self.ranks is None:
             return []

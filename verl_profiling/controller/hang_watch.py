@@ -146,8 +146,8 @@ class HangWatch:
             self._judge(step, stage, usual_s, limit_s)
 
     def _is_asked_again(self, limit_s: float, quiet_s: float) -> bool:
-        """Return whether to ask in a hang if it is still the same one: elsewhere, something may
-        have progressed, and hang again. The longer it lasts, the more seldom.
+        """Return whether to ask all processes again in a hang. Elsewhere, something may have
+        progressed, and then hung. The longer the hang lasts, the more seldom they are asked.
         """
         asked_s = (clock.now_ns() - self._asked_ns) / 1e9
         return asked_s >= max(limit_s, _AGAIN * quiet_s)

@@ -57,7 +57,8 @@ class RankSummaries:
         self.collectives = False
 
     def exchanged(self, steps: list[StepSummary], left_s: Callable[[], float]) -> list[StepSummary]:
-        """Return the joined summaries on rank 0; the other ranks send theirs, and keep them.
+        """Return the joined summaries on rank 0; the other ranks send their summaries, and keep
+        them.
 
         Args:
             steps: The summaries of this rank.
@@ -168,7 +169,7 @@ class RankSummaries:
 
 
 def _part_of(step: int, sent: deque[StepSummary]) -> StepSummary | None:
-    """Take the summary of a step from those that a rank has sent."""
+    """Take the summary of a step from the summaries that a rank has sent."""
     if all(summary.step != step for summary in sent):
         return None
     while (summary := sent.popleft()).step != step:

@@ -146,7 +146,7 @@ class Roster:
             _check_numbers("ranks", selection.ranks, driven, ranks)
 
     def _without_workers(self, role: str) -> str:
-        """Return a clause on a role that has no workers; empty for one that has."""
+        """Return a clause on a role that has no workers; empty if the role has workers."""
         if role in self.roles:
             return ""
         return f"no workers were added as {role!r}; {choices_hint(role, self.roles)}"

@@ -233,7 +233,7 @@ class EngineAdapter(ABC):
     @abstractmethod
     def identify(self, path: Path) -> int | None:
         """Return the rank in the replica that wrote a file or folder of the spool;
-        ``None`` for no trace.
+        ``None`` if it is not a trace.
         """
 
     def part_of(self, path: Path) -> str | None:
@@ -241,7 +241,7 @@ class EngineAdapter(ABC):
         return ""
 
     def merged_in(self, paths: Iterable[Path]) -> Path | None:
-        """Return the file that has all ranks, if the engine wrote one among these."""
+        """Return the file among the paths that has all ranks, if the engine wrote such a file."""
         return None
 
     def remove_spool(self) -> None:

@@ -215,7 +215,7 @@ class RequestLog:
             self.busy.sums.spans.add(self.busy.name, request.begin_ns, end_ns, failed)
 
     def refuse(self, request: OpenRequest) -> None:
-        """Forget a refused request; let the next one with the same id begin when this one did.
+        """Forget a refused request; let the next request with the same id begin when it began.
 
         A paused engine refuses requests, and the client sends them again.
         """

@@ -1,4 +1,4 @@
-"""Logs the requests of SGLang's tokenizer manager, through which all of them go."""
+"""Logs the requests of SGLang's tokenizer manager, through which all requests go."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ async def _noting(
 
 
 class _Samples:
-    """The samples of a request: lengths by index, and the aborted ones.
+    """The samples of a request: lengths by index, and the aborted samples.
 
     Attributes:
         come_in_parts: Whether all outputs are needed for the lengths, and not only the last one.
@@ -123,7 +123,7 @@ class _Samples:
                 self._aborted.add(sample.index)
 
     def close(self, record: OpenRequest, last: Any) -> None:
-        """Close the record once for each sample, also for those without an output yet."""
+        """Close the record once for each sample, also for samples without an output yet."""
         is_cut = last is None or not last.finished
         record.prompt_ids = getattr(last, "prompt_token_ids", None) or ()
         for index in range(max(self._number, len(self.lengths))):

@@ -1,4 +1,4 @@
-"""One capture of an engine: the expected artifacts, and the files that become these."""
+"""One capture of an engine: the expected artifacts, and the files that become these artifacts."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class SpoolWindow(Window):
         return written
 
     def _merged(self, written: Path | None) -> Output:
-        """Return the file of all ranks, which no report reads: it has the same as the traces."""
+        """Return the file of all ranks, which no report reads: it repeats the ranks' traces."""
         tool, name = self.engine.tool.name, self.identity.name
         stage, occurrence = self.request.stage, self.request.occurrence
         merged = expected_artifact(name, tool, _MERGED_SUFFIX, stage, occurrence)

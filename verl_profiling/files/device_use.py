@@ -132,8 +132,8 @@ def parts_of(owners: Iterable[Callable[[], object]], kind: str) -> dict[str, int
 
 
 def _attributes(objects: list[object]) -> Iterator[object]:
-    """Yield objects, their attributes, and attributes of these; not those of what has a type of
-    torch or a builtin one.
+    """Yield objects, their attributes, and the attributes' attributes. Attributes of objects with a
+    type of torch, or a builtin type, are left out.
     """
     seen: set[int] = set()
     for _ in range(_DEPTH + 1):

@@ -42,7 +42,7 @@ class EngineMark(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_of_step(self) -> bool:
-        """Whether it is of a sleep or a wake, and not of the start."""
+        """Whether the mark is of a sleep or a wake, and not of the start."""
         return self.name.partition("/")[0] in (SLEEP, WAKE, RESET)
 
 
@@ -89,7 +89,7 @@ def stages_since(begin_ns: int) -> list[StageSpan]:
 
 
 class MarkReader:
-    """Reads the marks of the engines that this process has started; each call yields new ones."""
+    """Reads the marks of the engines that this process has started; each call yields new marks."""
 
     def __init__(self) -> None:
         self._read_bytes: dict[str, int] = {}

@@ -129,8 +129,8 @@ class HostReader:
         return sum(_own_below(pid, watched) for pid in children)
 
     def _share_of_waits(self) -> tuple[float | None, str]:
-        """Return the share of the time since the last call in which the thread that waited longest
-        for a CPU did so, and why.
+        """Return the longest wait of a thread for a CPU, as a share of the time since the last
+        call, and the reason.
         """
         now_ns = time.monotonic_ns()
         since_ns, self._read_ns = max(1, now_ns - self._read_ns), now_ns
@@ -230,7 +230,7 @@ def _children(pid: str) -> Iterator[str]:
 
 
 def _own_below(pid: str, watched: Collection[str]) -> int:
-    """Return the own memory of a process and of those below it (bytes), but for watched ones."""
+    """Return the own memory of a process and its descendants (bytes), without watched processes."""
     total = 0
     waiting = [pid]
     for _ in range(_MOST_CHILDREN):

@@ -408,8 +408,9 @@ def _unpacked(path: Path) -> Iterator[bytes]:
 
 
 def _before_damage(path: Path, begin: int) -> bytes:
-    """Return the bytes of a damaged file from ``begin`` on, byte by byte: igzip returns nothing of
-    a block with damage.
+    """Return the bytes from ``begin`` to the damage.
+
+    They are read one at a time, as igzip returns nothing of a damaged block.
     """
     content = bytearray()
     with (
@@ -424,8 +425,8 @@ def _before_damage(path: Path, begin: int) -> bytes:
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
-    """Yield the content of a file in blocks that end in a line break, because a cut off file ends
-    with half a line.
+    """Yield the content of a file in blocks that end in a line break, because a file that is cut
+    off ends with half a line.
     """
     left, rest = MAX_BYTES, b""
     with reading(path):

@@ -131,7 +131,8 @@ def start_recorder(place: str, engine: Any, batch_methods: Sequence[str] = ()) -
 
 
 def _check_whole(engine: Any) -> None:
-    """Refuse an engine whose requests go through several processes, each with a part of them.
+    """Refuse an engine whose requests go through several processes, each of which has a part of the
+    requests.
 
     Raises:
         ConfigError: There are several API servers of vLLM, or tokenizer workers of SGLang.
@@ -235,7 +236,7 @@ class EngineLoop:
     @_hidden_event_loop()
     def _gives_way(self) -> bool:
         """End the run if a mixin, or the callback of a training loop, records the engine from now
-        on; return whether it is so.
+        on; return whether the run ended.
         """
         if not self._requests.is_replaced and self._join_run is not None:
             try:

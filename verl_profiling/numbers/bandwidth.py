@@ -36,7 +36,7 @@ SIZE_CLASS_BITS = 4
 
 def link_rows(step: Step, calls: Iterable[Calls]) -> list[LinkRow]:
     """Return a row per collective, process group and size, and per pair of ranks that a vendor's
-    tool recorded; those with most bytes first.
+    tool recorded; rows with most bytes first.
     """
     rows: list[LinkRow] = []
     engines = grouped(calls, lambda call: (call.name, call.group))

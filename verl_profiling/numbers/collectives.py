@@ -201,7 +201,7 @@ _Runs = dict[str, list[StageSpan]]
 
 
 class _Worker:
-    """Times of a worker: those that all its lanes have in common.
+    """The times that all lanes of a worker have in common.
 
     Attributes:
         waits: Time in which all lanes waited in collectives.

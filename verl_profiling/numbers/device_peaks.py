@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class Peak(NamedTuple):
-    """The peak of a device, for dense products of bfloat16; vendors often print those with sparse
-    matrices, which are twice as many.
+    """The peak of a device, for dense products of bfloat16; vendors often print the peak for sparse
+    matrices, which is twice as high.
 
     Attributes:
         device: Name of the device, as torch's traces have it. A part of a device (MIG) has another

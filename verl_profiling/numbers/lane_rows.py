@@ -229,7 +229,8 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
 
 
 def _tokens(lane: Lane, step: Step, scheduled: Iteration) -> Iteration:
-    """Return the tokens that an engine computed, from its requests if these explain all iterations.
+    """Return the tokens that an engine computed, from its requests if the requests explain all
+    iterations.
 
     Iterations alone do not tell what SGLang computes again, nor which draft tokens (speculative
     decoding) were accepted.

@@ -49,6 +49,7 @@ def late_response(step: Step) -> LateResponse | None:
         replica=last.replica,
         seconds=late_s,
         others=len(peers),
+        one_per_replica=bool(last_of),
         tokens=last.response_tokens,
         usual_tokens=usual_tokens,
         preemptions=last.preemptions or 0,

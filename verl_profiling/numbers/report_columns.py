@@ -967,8 +967,9 @@ class LateResponse(Struct, frozen=True):
     Attributes:
         replica: Replica that made it.
         seconds: By how much later it ended than the others did, on average.
-        others: Number of the others: the last response of each other replica; of one replica, all
-            its other responses.
+        others: Number of the others.
+        one_per_replica: Whether the others are the last response of each other replica; of one
+            replica, they are all its other responses.
         tokens: Length of the response.
         usual_tokens: Mean length of the others.
         preemptions: Number of its preemptions by the engine; 0 if unknown.
@@ -982,6 +983,7 @@ class LateResponse(Struct, frozen=True):
     replica: int
     seconds: float
     others: int
+    one_per_replica: bool
     tokens: int
     usual_tokens: float
     preemptions: int

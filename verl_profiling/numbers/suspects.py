@@ -184,7 +184,7 @@ class _Process:
 
     @cached_property
     def lanes(self) -> list[Lane]:
-        """The lanes of the process, without those whose device's work is unknown."""
+        """The lanes of the process, without lanes whose device's work is unknown."""
         lanes = self.step.lanes_of(self.worker)
         named = [lane for lane in lanes if self.name in (lane.name, lane.source.lane)]
         return [lane for lane in named or lanes if not lane.is_unknown]

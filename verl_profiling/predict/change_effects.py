@@ -105,8 +105,8 @@ class Baseline:
         return {tool_name(name) for name, _ in segment.calls}
 
     def _add_chains(self, chains: Chains, blocked: dict[str, list[int]]) -> set[str]:
-        """Note the segments of chains under the calls around them, and those of lag in ``blocked``;
-        return the names of calls around segments that are no lag.
+        """Note the segments of chains under the calls around them, and segments of lag in
+        ``blocked``; return the names of calls around segments that are no lag.
         """
         is_lag = chains.of_kinds(LOOP_LAG)
         names, table = set[str](), chains.records.spans
@@ -270,7 +270,8 @@ def _shares(graph: Graph, stage: str) -> dict[int, float]:
 
 
 def _phases(graph: Graph, of_workers: list[list[int]]) -> list[list[list[int]]]:
-    """Divide the segments of workers at their collectives, if all workers have the same ones.
+    """Divide the segments of workers at their collectives, if all workers have the same
+    collectives.
 
     Each phase has the segments of each worker. Workers without common collectives have one phase.
     """

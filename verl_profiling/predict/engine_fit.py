@@ -183,7 +183,7 @@ def fitted(recorded: Replay, replicas: int | None = None) -> Engines:
 
 
 def _served(graph: Graph) -> Iterator[Served]:
-    """Yield the requests that ran, without those of validation."""
+    """Yield the requests that ran, without requests of validation."""
     of_requests = defaultdict[int, list[int]](list)
     for at, segment in graph.segments.requested():
         is_trained = VALIDATE not in segment.within
@@ -196,7 +196,7 @@ def _served(graph: Graph) -> Iterator[Served]:
 
 
 def _as_served(graph: Graph, ats: list[int], running: list[int]) -> Served:
-    """Return a request from its segments in the engine, and those in which it ran."""
+    """Return a request from its segments in the engine, and the segments in which it ran."""
     one, parts = graph.segments[ats[0]], [graph.segments[at] for at in running]
     made = [part for part in parts if part.kind == _DECODE]  # the prefill makes the first token
     request = one.request

@@ -205,8 +205,8 @@ class GraphBuilder:
         run.entry, run.exit = chains.edges.item(run.chain), chains.edges.item(run.chain + 1) - 1
 
     def _add_pieces(self, run: Run, caller: int, around: tuple[str, ...], part: int) -> None:
-        """Add the segments of a trajectory or a request;
-        each follows the last of them that ended before it.
+        """Add the segments of a trajectory or a request; each segment follows the last one that
+        ended before it.
         """
         ends: list[tuple[int, int]] = []
         begun = len(self.graph.segments)

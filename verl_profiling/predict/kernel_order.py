@@ -1,4 +1,4 @@
-"""The calls and the kernels of a trace, and which of them wait for which.
+"""The calls and the kernels of a trace, and which of them waits for which other one.
 
 A trace is a graph of its own. A node is an instant of a thread of the host, or work of a device: a
 kernel or a copy.
@@ -207,7 +207,7 @@ class TraceOrder:
                         pending[call.row].append(wait)
 
     def _waited(self, call: Event, started: Sequence[int]) -> list[Event]:
-        """Return the works that a call waits for; ``started`` are those that it launches."""
+        """Return the works that a call waits for; ``started`` are the works that it launches."""
         waited = list[Event]()
         for at in started:
             work = self._works[at]

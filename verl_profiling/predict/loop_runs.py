@@ -1,4 +1,4 @@
-"""The runs of a step, and which of them the loop waits for.
+"""The runs of a step, and the runs that the loop waits for.
 
 A run is one stage, one trajectory or one request.
 """
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def is_rollout(self) -> bool:
-        """Whether it is a trajectory or a request, and no stage."""
+        """Whether the run is a trajectory or a request, and no stage."""
         return bool(self.pieces) or self.chain != NOTHING
 
     def ends_in(self, other: Run) -> bool:
@@ -232,7 +232,7 @@ class LoopRuns:
         return stage.begin_ns <= begin_ns and end_ns <= stage.end_ns
 
     def _homes(self, run: Run, stages: Sequence[Run]) -> list[Run]:
-        """Return those of some stages that a run lies in, else those that it ends in."""
+        """Return the stages that a run lies in, else the stages that it ends in."""
         around = [stage for stage in stages if self._holds(stage, run)]
         return around or list(filter(run.ends_in, stages))
 

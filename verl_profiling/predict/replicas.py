@@ -59,8 +59,8 @@ def on_resources(
 
 
 def _rollout_beside(step: Replay) -> Iterator[Replay]:
-    """Yield two steps in which training and rollout run side by side: each is the longer one of
-    both, with the weight update.
+    """Yield two steps in which training and rollout run side by side: each takes as long as the
+    longer one of both, and the weight update.
 
     The likely step is first. In the second, the loop's own time in a rollout counts as training.
     """
@@ -220,7 +220,7 @@ class _Simulation:
                 self._finish(self._next)
 
     def _begin(self, at: int, ready_ns: float) -> None:
-        """Begin a segment; those of a request begin together."""
+        """Begin a segment; the segments of a request begin together."""
         now_ns = ready_ns + self._delay_ns[at]
         number = self._owner.get(at)
         if number is None:
@@ -229,7 +229,7 @@ class _Simulation:
             heappush(self._events, (now_ns, True, number))
 
     def _end(self, at: int, now_ns: float) -> None:
-        """End a segment; begin those of which it was the last predecessor."""
+        """End a segment; begin the segments of which it was the last predecessor."""
         for follower in self._followers[at]:
             self._left[follower] -= 1
             if not self._left[follower]:

@@ -76,7 +76,7 @@ class Segment:
 
     @property
     def waits(self) -> bool:
-        """Whether it is a ``wait:NAME`` for something unknown: no limit explains it."""
+        """Whether the segment is a ``wait:NAME`` for something unknown: no limit explains it."""
         return self.kind.startswith(WAIT) and not self.queue
 
     @property
@@ -96,7 +96,7 @@ class Segment:
 
 
 class Link(NamedTuple):
-    """How a chain is linked to the rest of the graph; the fields are those of its segments.
+    """How a chain is linked to the rest of the graph; the fields hold for all its segments.
 
     Attributes:
         caller: Index of the segment that its first segment follows, or ``NOTHING``.
@@ -187,7 +187,7 @@ class Chains:
             np.clip(column[first:stop], begin_ns, end_ns, out=column[first:stop])
 
     def of_kinds(self, prefix: str) -> Bools:
-        """Return for each segment whether its kind begins so."""
+        """Return for each segment whether its kind begins with the prefix."""
         has_prefix = np.array([kind.startswith(prefix) for kind in self.kinds], bool)
         return has_prefix[self.kind]
 
@@ -200,7 +200,7 @@ class Chains:
         return np.flatnonzero(np.isin(self.span, [*self.served]))
 
     def open_spans(self) -> Iterator[Ints]:
-        """Yield the innermost open span of each segment, then the ones around, level by level.
+        """Yield the innermost open span of each segment, then the spans around it, level by level.
 
         Segments without one have ``NO_SPAN``, as have waits and lag by a known call.
         """

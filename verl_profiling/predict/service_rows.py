@@ -46,7 +46,7 @@ class _Service(NamedTuple):
 
 
 def service_rows(content: Content, limits: Sequence[Limit]) -> list[ServiceRow]:
-    """Return the services of a step, engines first, then those with the longest calls.
+    """Return the services of a step, engines first, then the services with the longest calls.
 
     Args:
         content: What was read of the step.
@@ -108,7 +108,7 @@ def _of_loops(content: Content) -> Iterator[_Service]:
 
 
 def _of_spans(records: Records, limits: Iterable[Limit]) -> Iterator[_Service]:
-    """Yield the names of spans but of those that an engine or a limit has a row for.
+    """Yield a service for each name of spans, unless an engine or a limit has a row for the name.
 
     Spans of a trajectory that a process has under the same name run there, and else wait.
     """

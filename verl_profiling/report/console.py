@@ -21,8 +21,8 @@ def fitting_console(console: Console) -> Console:
 
 
 def table_of(title: str, headings: Sequence[str], texts: Collection[int] = ()) -> Table:
-    """Return a table; the first column and those in ``texts`` are wrapped text,
-    all others numbers.
+    """Return a table; the first column and the columns in ``texts`` are wrapped text, all others
+    numbers.
     """
     table = Table(
         title=title or None,

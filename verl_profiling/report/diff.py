@@ -336,7 +336,7 @@ def _parts(
 
 
 def _missing(scaling: Scaling | None) -> Iterator[Change]:
-    """Yield the parts of what is missing of the speed-up, as shares of it if anything is."""
+    """Yield the parts of the missing speed-up, as shares of the whole if any is missing."""
     parts_s = {} if scaling is None else scaling.parts_s
     whole_s = sum(parts_s.values())
     for name, part_s in parts_s.items():

@@ -40,7 +40,7 @@ def sleep_and_wake(report: Report) -> Iterator[Loss]:
 
 
 def _parts_of(spans: list[GanttSpan]) -> dict[str, float]:
-    """Return the seconds of each part, and those of each call outside of its parts."""
+    """Return the seconds of each part, and the seconds of each call outside of its parts."""
     parts = defaultdict[str, float](float)
     for name, runs in grouped(spans, lambda span: span.name).items():
         took_s = length(spans_of((round(r.begin_us * 1e3), round(r.end_us * 1e3)) for r in runs))

@@ -78,7 +78,7 @@ class Loss(NamedTuple):
 def _of_trajectories(
     losses: Callable[[Report, Rollout], Iterable[Loss]],
 ) -> Callable[[Report], Iterator[Loss]]:
-    """Return the function of a rule, from one that yields losses of a rollout.
+    """Turn a function that yields losses of a rollout into the ``losses`` of a rule.
 
     Every device loses the time that trajectories lose, so seconds are multiplied by the devices.
     """

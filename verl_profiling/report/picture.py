@@ -65,7 +65,9 @@ def picture(report: Report) -> dict[str, Any]:
 def _add_services(
     report: Report, groups: dict[str, list[dict[str, Any]]]
 ) -> dict[str, dict[str, Any]]:
-    """Add a lane for each service but the replicas, whose lanes are there; return those by name."""
+    """Add a lane for each service but the replicas, whose lanes are there; return the queues
+    of replicas by name.
+    """
     replicas = {row.worker for row in report.replicas}
     running = {}
     for service in report.services:

@@ -21,7 +21,8 @@ _OPERATOR = "cpu_op"
 def renamed_kernels(
     gone: set[str], new: set[str], before: Sequence[Source], after: Sequence[Source]
 ) -> dict[str, str]:
-    """Return a common name for kernels of one side, where an operator launched such on both.
+    """Return a common name for kernels of one side, where one operator launched kernels of such
+    names on both sides.
 
     Args:
         gone: Names of kernels that only A has.

@@ -234,7 +234,7 @@ def rollout_sentences(rollout: Rollout) -> Iterator[str]:
 
 
 def late_response(report: Report) -> str:
-    """Return why the last response is later than others, as a part of a sentence."""
+    """Return why the last response ended later than others, as a part of a sentence."""
     tail = report.tail
     late = None if tail is None else tail.late
     if late is None or late.seconds <= 0:
@@ -244,7 +244,11 @@ def late_response(report: Report) -> str:
         for part in late.parts
         if part.share >= _NAMED
     ]
-    return f"; the last response is {duration(late.seconds)} later than others: {listed(reasons)}"
+    others = "the other responses did on average"
+    if late.one_per_replica:
+        others = "the last ones of other replicas"
+    late_by = f"the last response ended {duration(late.seconds)} later than {others}"
+    return f"; {late_by}: {listed(reasons)}"
 
 
 def _reason(cause: str, late: LateResponse) -> str:

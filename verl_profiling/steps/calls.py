@@ -112,7 +112,8 @@ def _engines(lanes: list[Lane], size: int) -> list[list[Lane]]:
 
 
 def _left_together(of_lanes: Sequence[Ints], error_ns: int, is_one_clock: bool) -> Ints:
-    """Return the runs of the calls that all ranks left together, shape (ranks, calls, 3).
+    """Return the runs of the calls that all ranks left together; shape (ranks, calls, 3): begin,
+    end and bytes.
 
     The nth runs of all ranks are one call, unless their ends do not fit. For example, a profiler
     that began and ended one call later has the same number of runs. If ranks have different
@@ -141,7 +142,7 @@ def _left_together(of_lanes: Sequence[Ints], error_ns: int, is_one_clock: bool) 
 
 def _left_steadily(of_lanes: Sequence[Ints]) -> Ints:
     """Return the runs of the calls that all ranks left together, on hosts with unknown clock
-    offsets; shape (ranks, calls, 3).
+    offsets; shape (ranks, calls, 3): begin, end and bytes.
 
     With an offset, ends that are near each other may be of different calls. But in a right match,
     the ends of two ranks are equally far apart in all calls. So of the matches by order and by end,
@@ -172,7 +173,7 @@ def _recorded_by_all(of_lanes: Sequence[Ints]) -> int:
 
 
 def _by_end(of_lanes: Sequence[Ints]) -> Ints:
-    """Return the runs that match by end, shape (ranks, calls, 3).
+    """Return the runs that match by end, shape (ranks, calls, 3): begin, end and bytes.
 
     A run of the rank with the fewest runs matches the run of each other rank with the nearest end,
     if its own end is also the nearest for that run.

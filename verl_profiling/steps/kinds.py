@@ -310,7 +310,7 @@ def group_and_bytes(kernel: str, args: msgspec.Raw) -> tuple[Group | None, int]:
 
 
 def counted(value: object) -> int:
-    """Return a number of elements; 0 for what is none."""
+    """Return a number of elements; 0 for any other value."""
     if isinstance(value, int) and 0 < value < _MOST_ELEMENTS:
         return value
     return 0

@@ -205,8 +205,8 @@ class Step:
         return span.failed and span.end_ns >= self.end_ns
 
     def stages_of(self, source: Source) -> list[StageSpan]:
-        """Return the outermost stages for a trace in order: those of its worker; if the worker
-        marked none, those of the controller.
+        """Return the outermost stages for a trace in order: the stages of its worker; if the worker
+        marked none, the stages of the controller.
         """
         worker = self.worker_of(source)
         of_worker = worker.stages if worker else []
@@ -277,8 +277,8 @@ class Step:
         return [(since_ns, self.end_ns) for since_ns in worker.pending_since_ns]
 
     def during(self, *names: str) -> Spans:
-        """Return the time in which the controller was in one of these stages; without names,
-        in any stage.
+        """Return the time in which the controller was in one of the named stages; without names, in
+        any stage.
         """
         return time_of(self.stages, *names)
 

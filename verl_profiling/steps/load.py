@@ -97,7 +97,7 @@ def load_of(manifest: Manifest, inputs: StepInputs) -> Load:
 
 
 def _why_not(request: Request, validation_stages: list[StageSpan]) -> str:
-    """Return why a request is no part of the load; empty if it is one."""
+    """Return why a request is no part of the load; empty if it is a part."""
     if request.failed:
         return "failed or aborted"
     if not request.prompt_tokens or not request.response_tokens:

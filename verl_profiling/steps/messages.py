@@ -78,7 +78,8 @@ def entered_in(header: Mapping[str, Any], offset_ns: int) -> list[Entered]:
 def with_entered(
     collectives: Mapping[tuple[str, Group], Ints], entered: Iterable[Entered]
 ) -> dict[tuple[str, Group], Ints]:
-    """Return the runs of collectives with the bytes, and the unknown groups, of those entered.
+    """Return the runs of collectives with the bytes, and the unknown groups, of the entered
+    collectives.
 
     Collectives of one name run in the order in which the process enters them. torch also has
     records of times without a recording. So the last run is the latest collective that was entered

@@ -1,4 +1,4 @@
-"""Reads role, rank and step of plain traces: those without a manifest of this package.
+"""Reads role, rank and step of plain traces, which have no manifest of this package.
 
 Sources are the process names in the trace, and the file names of verl
 (``<role>/[prefix_]prof_rank-<r>.json.gz``), vLLM (``rank<r>.<ns>.pt.trace.json.gz``), SGLang

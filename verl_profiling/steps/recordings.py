@@ -143,7 +143,7 @@ def in_lanes(traces: list[PlainTrace]) -> list[Source]:
 
 
 def _by_engine(traces: list[PlainTrace]) -> list[PlainTrace]:
-    """Return the traces, with a replica for those of rollout engines whose path has none.
+    """Return the traces; each trace of a rollout engine has a replica, also if its path has none.
 
     Each engine counts its ranks from 0. So if several processes have one rank, they are of several
     engines. Their replica is the number in the path (``dp1``), else their order by name.

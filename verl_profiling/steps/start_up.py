@@ -120,7 +120,7 @@ def start_up_of(run: Path) -> StartUp | None:
 
 
 def _parts_of(use: RankUse, whole: _Spans) -> list[_Part]:
-    """Return the parts of a process, of which one inside another one goes before it."""
+    """Return the parts of a process; a part inside another one goes before it."""
     parts = []
     left = whole
     for name, begin_ns, end_ns, _ in sorted(use.each_run(), key=lambda run: -run[1]):
@@ -168,7 +168,7 @@ def _inside(spans: _Spans, others: _Spans) -> _Spans:
 
 
 def _without(spans: _Spans, others: _Spans) -> _Spans:
-    """Return the time that is not in the others."""
+    """Return the time that is not in the other times."""
     for first_ns, last_ns in others:
         parts = []
         for begin_ns, end_ns in spans:

@@ -217,8 +217,8 @@ class Trace:
         self._finish()
 
     def notes(self) -> Iterator[str]:
-        """Yield notes for the report: those that this package wrote into the header, and one on
-        impossible durations so far.
+        """Yield notes for the report: the notes that this package wrote into the header, and a note
+        on impossible durations so far.
         """
         yield from map(str, self.about("notes"))
         if self.impossible:

@@ -102,8 +102,8 @@ def linked_log(source: Source, limits: Limits, statuses: LaterStatuses) -> Traje
 
 
 def _is_linked(log: TrajectoryLog) -> bool:
-    """Return whether all spans of a log are sorted, and have their trajectory and their parent
-    in it, as those of most logs.
+    """Return whether all spans of a log are sorted, and have their trajectory and their parent in
+    it, as in most logs.
     """
     id, owner, parent = (column(log.spans, name) for name in ("id", "trajectory", "parent"))
     recorded = np.array([NO_SPAN, *(trajectory.id for trajectory in log.trajectories)])

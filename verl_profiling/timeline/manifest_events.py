@@ -79,8 +79,8 @@ _Drawn = tuple[tuple[str, int, str], str, str, _Span, Mapping[str, object]]
 
 
 def _from_manifest(manifest: Manifest) -> Iterator[_Drawn]:
-    """Yield the slices of steps, calls, pauses, stages and tools,
-    those of the loop before the workers'.
+    """Yield the slices of steps, calls, pauses, stages and tools, the loop's slices before the
+    workers'.
     """
     if len(manifest.step_spans) > 1:
         for step in manifest.step_spans:

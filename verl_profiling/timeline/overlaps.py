@@ -36,8 +36,8 @@ class Overlaps:
     """
 
     def __init__(self, lane_index: int) -> None:
-        """Start without slices; ``lane_index`` is the index of the trace among those
-        of its lane.
+        """Start without slices; ``lane_index`` is the index of the trace among the traces of its
+        lane.
         """
         self._numbers: defaultdict[_Row, int] = defaultdict(count().__next__)
         self._rows, self._begins_us, self._took_us = array("i"), array("d"), array("d")
@@ -94,7 +94,9 @@ class Overlaps:
                 event.tid = self._flows.get((row, begin_ns), event.tid)
 
     def names(self, named: list[Event]) -> Iterator[Event]:
-        """Yield names and places of the new threads, from those of the threads that slices left."""
+        """Yield name and order of each new thread, taken from the thread whose slices were moved to
+        it.
+        """
         of_thread = {(event.name, event.pid, event.tid): event for event in named}
         for ((pid, tid), level), new_tid in self._tids.items():
             title = of_thread.get(("thread_name", pid, tid))

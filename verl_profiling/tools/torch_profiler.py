@@ -183,7 +183,7 @@ class TorchTool(Tool):
 
 @cache
 def _experimental_options() -> frozenset[str]:
-    """Return those of the options ``profile_all_threads`` and ``trace_only`` that torch has."""
+    """Return the options ``profile_all_threads`` and ``trace_only``, if torch has them."""
     from torch._C._profiler import _ExperimentalConfig
 
     signature = inspect.getdoc(_ExperimentalConfig.__init__) or ""

@@ -246,6 +246,7 @@ def _function(frame: FrameType | None) -> str:
     The result is empty if the event loop itself runs, because its caller does not block it.
     """
     while frame is not None and frame.f_code.co_filename.startswith(_OWN):
+        # Packages under site-packages lie inside the standard library's folder, but are not of it.
         if "site-packages" in frame.f_code.co_filename:
             break
         frame = None if frame.f_code in _LOOP else frame.f_back

@@ -280,7 +280,7 @@ def current_trajectory() -> Trajectory | None:
 
 
 def open_spans() -> list[Span]:
-    """Return the open trajectories and spans of this process, in any thread or task; those that
+    """Return the open trajectories and spans of this process, in any thread or task; spans that
     began while nothing was recorded are unknown.
     """
     return [*_open.values()]

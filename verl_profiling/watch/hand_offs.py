@@ -164,7 +164,9 @@ class _Device:
 
 
 def _size_at(process: _Process, at_ns: int) -> int | None:
-    """Return what a process had at a time (bytes); ``None`` if it changed around it."""
+    """Return the memory of a process at a time (bytes); ``None`` if the memory changed around the
+    time.
+    """
     index = bisect_right(process, at_ns, key=_at_ns)
     if index and process[index - 1].at_ns == at_ns:
         return process[index - 1].reserved_bytes

@@ -69,7 +69,7 @@ class OpenPart(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def waits(self) -> bool:
-        """Whether it is a ``wait:NAME``, which only waits for other work."""
+        """Whether the state is a ``wait:NAME``, which only waits for other work."""
         return self.name.startswith(WAIT)
 
 
@@ -146,8 +146,8 @@ class HangReporter:
         self.recorder = recorder_of(reports[0], lane, role)
 
     def report(self, ended: threading.Event) -> None:
-        """Write the file of this process for each new file of the loop, and remove it with that
-        one. Once ``ended`` is set, poll a last time.
+        """Write the file of this process for each new file of the loop, and remove it with the
+        loop's file. Once ``ended`` is set, poll a last time.
         """
         folder, pause_s = self.reports
         path = Path(folder, f"{self._lane}.json")

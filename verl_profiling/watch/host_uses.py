@@ -228,11 +228,11 @@ class HostUses:
             self._last[use.lane] = use.host_use[0]  # type: ignore[index]
 
     def explained(self, suspicion: Suspicion) -> Suspicion:
-        """Return a suspicion whose reason says which suspect got no CPU, instead of computing, or
-        has a throttled device.
+        """Return the suspicion; its reason also says which suspect lacked CPU, or has a throttled
+        device.
 
-        Without a suspect, it is the process of the stage that got the least; without a stage, of
-        all.
+        Without a suspect, the process of the stage that lacked most CPU is named; without a stage,
+        the one of all processes.
         """
         if suspicion.sign == MEMORY:
             return suspicion

@@ -135,7 +135,7 @@ class _Sides:
 
     @cached_property
     def _loop(self) -> list[Slices]:
-        """Periods of the loop's stages; those of stages in the background come first."""
+        """Periods of the loop's stages; periods of stages in the background come first."""
         loop, background = self._slices.whole_loop, self._slices.summaries[0].background
         is_in_background = self._slices.named(loop, *background)
         return [self._periods(loop.at(rows)) for rows in (is_in_background, ~is_in_background)]
@@ -170,8 +170,8 @@ class _Sides:
     def idle(
         self, busy: Slices, causes: Callable[[], list[tuple[Ints, Slices]]]
     ) -> list[Idle | None]:
-        """Return the mean idle time in each step, and its largest cause, over the processes of busy
-        roles.
+        """Return the mean idle time of the processes of some roles in each step, and its largest
+        cause.
 
         Args:
             busy: The work of the processes, without overlap within a process.

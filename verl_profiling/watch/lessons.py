@@ -53,7 +53,7 @@ class EndedTrajectories(deque[Trajectory]):
 def _by_group_and_task(
     ended: Iterable[Trajectory],
 ) -> dict[tuple[str, str], list[Trajectory]]:
-    """Return trajectories by group and task, without those of a validation."""
+    """Return trajectories by group and task, without trajectories of a validation."""
     groups: dict[tuple[str, str], list[Trajectory]] = {}
     task, of_task = "", (None, None)
     for trajectory in ended:

@@ -286,7 +286,9 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and those from which it was raised; Ray's have the remote one inside."""
+    """Yield an exception and the exceptions from which it was raised; Ray's have the remote one
+    inside.
+    """
     seen: set[int] = set()
     one: object = error
     while isinstance(one, BaseException) and id(one) not in seen:

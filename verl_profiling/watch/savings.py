@@ -86,7 +86,7 @@ class StepTimes(NamedTuple):
         return self._with_chains(training, generation)
 
     def _with_chains(self, training_ns: float, generation_ns: float) -> float:
-        """Return by how much the step would be shorter if its chains were by these times."""
+        """Return how much shorter the step would be with chains shorter by the given times."""
         background = self.background
         if not background.name:
             return training_ns

@@ -128,7 +128,7 @@ class Detector:
         return None
 
     def _count(self, times: Mapping[str, float]) -> None:
-        """Count the stages that run in a step; those of less than half of the steps are seldom."""
+        """Count the stages that run in a step; stages of less than half of the steps are seldom."""
         self._seldom |= {
             stage for stage in times if stage and 2 * self._often[stage] < len(self._ran)
         }
@@ -233,8 +233,13 @@ class Detector:
 
 
 def _lasting(shares: Iterable[float], least: float) -> float:
-    """Return the lead that lasts, as a share of the step: the largest of the median of five steps,
-    the least of every second one of seven, and a third of the least of three.
+    """Return the largest lead that lasts, as a share of the step.
+
+    A lead lasts in three ways:
+
+    - over five steps, if none of them has much less than ``least``: their median
+    - over every second step of seven: the smallest lead
+    - over three steps: a third of the smallest lead
     """
     latest = [*[0.0] * 7, *shares]
     steady = median(latest[-5:]) if min(latest[-5:]) >= _STEADY_LEAD * least else 0.0
@@ -242,7 +247,7 @@ def _lasting(shares: Iterable[float], least: float) -> float:
 
 
 def _leader(stage: str, lane: str, shares: Sequence[float], summary: StepSummary) -> Suspicion:
-    """Return the suspicion of a process whose leads in a stage are these shares of the steps."""
+    """Return the suspicion of a process; its leads in a stage are ``shares`` of the steps."""
     longer = duration(shares[-1] * summary.duration_ns / 1e9)
     suspicion = Suspicion(
         noticed=summary.step,

@@ -8,7 +8,7 @@ from verl_profiling.watch.process_sums import StageSums
 
 
 def add_marks(sums: StageSums, until_ns: int) -> None:
-    """Add the marks of this process, once, to its stages; later ones are of no start-up.
+    """Add the marks of this process, once, to its stages; later marks are of no start-up.
 
     Args:
         sums: The stages.

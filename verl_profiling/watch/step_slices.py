@@ -142,7 +142,7 @@ class StepSlices:
         return slices.at(self.step(slices) == step)
 
     def has_name(self, *names: str) -> NDArray[np.bool_]:
-        """Return for each name of the table whether it is one of these."""
+        """Return for each name of the table whether it is one of ``names``."""
         return np.fromiter(map(names.__contains__, self.names), bool, len(self.names))
 
     def named(self, slices: Slices, *names: str) -> NDArray[np.bool_]:
@@ -163,14 +163,14 @@ class StepSlices:
 
     @cached_property
     def spine(self) -> Slices:
-        """The loop's stages, clipped to their steps, without those of no time.
+        """The loop's stages, clipped to their steps, without slices of no time.
 
         The critical path goes along them, and into the workers' stages that they call.
         """
         return self._within(self.loop)
 
     def _within(self, slices: Slices) -> Slices:
-        """Return the slices clipped to their steps, without those that have no time."""
+        """Return the slices clipped to their steps, without slices of no time."""
         if not slices.who.size:
             return slices
         step = self.step(slices)

@@ -168,7 +168,7 @@ class SpanPast:
         self.series = defaultdict[SpanKey, Series](partial(Series, options.window))
 
     def join(self, totals: SpanTotals, summary: StepSummary) -> list[SpanKey]:
-        """Add the spans of a step; return those whose mean time per call became slow."""
+        """Add the spans of a step; return the spans whose mean time per call became slow."""
         self._totals.append(totals)
         if self._options.slow_span is None:
             return []

@@ -117,7 +117,7 @@ class WorkerProcesses:
         return futures
 
     def close(self) -> None:
-        """Accept no further processes; those that have joined stay."""
+        """Accept no further processes; processes that have joined stay."""
         self._closed = True
         with suppress(OSError):  # closed already
             Client(self.address).close()  # wakes the thread that waits for a connection
@@ -396,7 +396,8 @@ def _join(address: str, rank: int | None) -> tuple[Connection, int, dict[str, An
         refusal, rank, settings = connection.recv()
     except (EOFError, OSError) as error:
         raise CaptureStateError(
-            f"no callback listens at {address}, so nothing here is captured: {error}"
+            f"no callback listens at {address}, so nothing here is captured: {error}; start the "
+            "loop first, or correct the address"
         ) from error
     if refusal:
         raise CaptureStateError(f"nothing of this process is captured: {refusal}")

@@ -129,6 +129,7 @@ def check(module: str, config: Any) -> None:
 def _check_engine(config: Any, settings: ProfilingConfig) -> None:
     """Exit with an error if the installed engine does not support the settings."""
     try:
+        # An engine that is captured and has no adapter was refused before, by `settings_of`.
         if (name := config.actor_rollout_ref.rollout.name) in ENGINES:
             adapter_named(name).engine_args(settings, ROLLOUT_ROLE)
     except ToolUnavailableError as error:  # vLLM may be installed only on the machine of the job
