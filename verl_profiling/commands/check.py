@@ -13,8 +13,7 @@ import argparse
 from collections.abc import Iterator
 
 from verl_profiling.analysis import open_run
-from verl_profiling.commands import add_json, show
-from verl_profiling.commands.common import add_paths, add_ray
+from verl_profiling.commands.common import add_json, add_paths, add_ray, show
 from verl_profiling.manifest import AS_PLANNED
 from verl_profiling.steps.check import CheckResult
 

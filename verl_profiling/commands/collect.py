@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from verl_profiling.commands import add_json, local_path, option, show
+from verl_profiling.commands.common import add_json, local_path, option, show
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.steps.nsys import collect
 

@@ -1,22 +1,69 @@
-"""Common parts of the commands that read runs and steps: options, and reading with warnings."""
+"""Common parts of the commands: options, parsers of values, output, and steps with warnings."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from verl_profiling.commands import local_path, option
-from verl_profiling.errors import TraceFormatError
+import msgspec
+
+from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.files.opener import clear_leftovers
+from verl_profiling.files.remote import is_url
+from verl_profiling.typed_values import Size, value_of
 from verl_profiling.units import visible
 
 if TYPE_CHECKING:  # they are imported where steps are read: `top` reads none
     from verl_profiling.analysis import CapturedStep
     from verl_profiling.report.model import Report
+
+
+def option(
+    parser: argparse._ActionsContainer,
+    usage: str,
+    help: str,
+    read: Callable[[str], Any] = str,
+    *,
+    many: bool = False,
+    **more: Any,
+) -> None:
+    """Add an option to a parser.
+
+    Args:
+        parser: The parser.
+        usage: Names of the option and of its value: ``--json`` (a switch), ``-o --output FILE``,
+            ``--ray [ADDRESS]`` (the value may be left out).
+        help: Description of the option.
+        read: Function that parses the value.
+        many: Whether ``read`` returns several values; the option is repeatable, and collects them.
+        more: Further arguments of ``add_argument``.
+    """
+    names = [word for word in usage.split() if word.startswith("-")]
+    if value := usage.removeprefix(" ".join(names)).strip():
+        if value.startswith("["):
+            more["nargs"] = "?"
+        if many:
+            more |= {"action": "extend", "default": []}
+        parser.add_argument(*names, metavar=value.strip("[]"), type=read, help=help, **more)
+    else:
+        parser.add_argument(*names, action="store_true", help=help, **more)
+
+
+def add_json(parser: argparse.ArgumentParser, documents: str = "one document") -> None:
+    """Add the option ``--json``.
+
+    Args:
+        parser: The parser.
+        documents: How many documents the command prints, for the help: ``one document per step``.
+    """
+    option(parser, "--json", f"print JSON, {documents} (see docs/automation.md)")
 
 
 def add_paths(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +91,106 @@ def add_ray(parser: argparse.ArgumentParser) -> None:
         "cluster that runs here"
     )
     option(parser, "--ray [ADDRESS]", help, const="auto")
+
+
+def names(text: str) -> list[str]:
+    r"""Parse a list of names, e.g. ``rollout,reward``; a comma of a name is written ``\,``.
+
+    Raises:
+        ArgumentTypeError: A name is empty.
+    """
+    parts = re.split(r"(?<!\\),", text)
+    listed = [part.replace("\\,", ",").strip() for part in parts]
+    if not all(listed):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of names such as A,B")
+    return listed
+
+
+def local_path(text: str) -> Path:
+    """Parse an argument as a local path.
+
+    Raises:
+        argparse.ArgumentTypeError: The argument is a URL.
+    """
+    if is_url(text):
+        raise argparse.ArgumentTypeError(
+            f"{text} is a URL, and the commands read folders: copy the step folder here "
+            "first, e.g. with "
+            f"`python -c \"import fsspec; fs, path = fsspec.url_to_fs('{text}'); "
+            "fs.get(path, 'copy', "
+            'recursive=True)"`'
+        )
+    return Path(text)
+
+
+def size(text: str) -> int:
+    """Parse a size in bytes, e.g. ``200M`` or ``1.5G``.
+
+    Raises:
+        ArgumentTypeError: The text is not a size.
+    """
+    with suppress(ConfigError):
+        size: int = value_of(Size, text, "size")
+        if size:
+            return size
+    raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 200M")
+
+
+def count(text: str) -> int:
+    """Parse an integer of at least 1.
+
+    Raises:
+        ArgumentTypeError: The text is not such an integer.
+    """
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return int(text)
+
+
+def at_least_0(kind: str) -> Callable[[str], float]:
+    """Return a parser of finite numbers of at least 0.
+
+    Args:
+        kind: Description of the number for the error, e.g. ``a time in seconds such as 2``.
+    """
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {kind}")
+        return value
+
+    return read
+
+
+def percentage(text: str) -> float:
+    """Parse a percentage, e.g. ``5%`` or ``5``.
+
+    Raises:
+        ArgumentTypeError: The text is not such a number.
+    """
+    return at_least_0("a percentage such as 5%")(text.removesuffix("%"))
+
+
+def print_json(document: object) -> None:
+    """Print a document as one line of JSON."""
+    try:
+        text = msgspec.json.encode(document, enc_hook=str).decode()
+    except UnicodeEncodeError:  # a path that is no UTF-8; json writes its bytes as escapes
+        text = json.dumps(msgspec.to_builtins(document, enc_hook=str))
+    print(text, flush=True)
+
+
+def show(arguments: argparse.Namespace, document: object, lines: Iterable[str]) -> None:
+    """Print a result: as one JSON document with ``--json``, else as lines of text."""
+    if arguments.json:
+        print_json(document)
+        return
+    for line in lines:
+        print(visible(line), flush=True)
 
 
 class StepByStep:
@@ -140,8 +287,8 @@ def progress(what: str, total: int) -> Iterator[Callable[[object], None]]:
     # without a bar, it would be a fifth of the imports of a command
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    count = TextColumn("{task.completed}/{task.total}")
-    columns = (TextColumn(what), BarColumn(), count, TimeElapsedColumn())
+    done_of_all = TextColumn("{task.completed}/{task.total}")
+    columns = (TextColumn(what), BarColumn(), done_of_all, TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task)

@@ -14,7 +14,8 @@ import sys
 import webbrowser
 from contextlib import redirect_stdout
 
-from verl_profiling.commands import add_json, report
+from verl_profiling.commands import report
+from verl_profiling.commands.common import add_json
 from verl_profiling.files.process_marks import note_import
 from verl_profiling.tools.base import imported
 

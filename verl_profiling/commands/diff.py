@@ -19,15 +19,17 @@ import msgspec
 from rich.console import Console
 
 from verl_profiling.analysis import saved_report
-from verl_profiling.commands import (
-    BETWEEN_SIDES,
+from verl_profiling.commands import BETWEEN_SIDES
+from verl_profiling.commands.common import (
+    StepByStep,
+    add_communication,
     add_json,
     local_path,
     option,
     percentage,
     print_json,
+    warn,
 )
-from verl_profiling.commands.common import StepByStep, add_communication, warn
 from verl_profiling.commands.live_run import watched
 from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.files.run_files import known_run

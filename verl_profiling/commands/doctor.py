@@ -15,7 +15,7 @@ from importlib import metadata
 
 import msgspec
 
-from verl_profiling.commands import add_json, show
+from verl_profiling.commands.common import add_json, show
 from verl_profiling.engines import DISTRIBUTIONS
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.files.device_clocks import unread_clocks

@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from verl_profiling.analysis import CapturedStep, Progress
-from verl_profiling.commands import add_json, option, show
-from verl_profiling.commands.common import StepByStep, add_paths, progress
+from verl_profiling.commands.common import StepByStep, add_json, add_paths, option, progress, show
 from verl_profiling.commands.replay import load_of_step
 from verl_profiling.errors import ToolUnavailableError, TraceFormatError
 from verl_profiling.files.opener import whole_file

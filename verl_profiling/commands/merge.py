@@ -15,8 +15,19 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling.analysis import CapturedStep, Progress
-from verl_profiling.commands import add_json, at_least_0, count, names, option, show, size
-from verl_profiling.commands.common import StepByStep, add_paths, add_ray, progress
+from verl_profiling.commands.common import (
+    StepByStep,
+    add_json,
+    add_paths,
+    add_ray,
+    at_least_0,
+    count,
+    names,
+    option,
+    progress,
+    show,
+    size,
+)
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.opener import clear_leftovers
 from verl_profiling.units import byte_size, listed, visible

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.commands import add_json, count, option, show
+from verl_profiling.commands.common import add_json, count, option, show
 from verl_profiling.errors import ConfigError
 from verl_profiling.files.opener import read_small
 from verl_profiling.identity import ROLLOUT_ROLE, step_folder_name

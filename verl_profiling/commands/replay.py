@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_profiling.analysis import CapturedStep, open_step
-from verl_profiling.commands import add_json, count, local_path, option, show
+from verl_profiling.commands.common import add_json, count, local_path, option, show
 from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.predict.prediction import Prediction

@@ -19,12 +19,14 @@ import msgspec
 from rich.console import Console
 
 from verl_profiling.analysis import CapturedStep, open_run
-from verl_profiling.commands import add_json, option, print_json
 from verl_profiling.commands.common import (
     StepByStep,
     add_communication,
+    add_json,
     add_paths,
     add_ray,
+    option,
+    print_json,
     warn,
 )
 from verl_profiling.commands.live_run import run_view, watched

@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.commands import COMMANDS, add_json, module_of, print_json
+from verl_profiling.commands import COMMANDS, module_of
+from verl_profiling.commands.common import add_json, print_json
 from verl_profiling.errors import ConfigError
 
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from rich.console import Console
 
-from verl_profiling.commands import add_json, at_least_0, local_path, option, print_json
+from verl_profiling.commands.common import add_json, at_least_0, local_path, option, print_json
 from verl_profiling.commands.live_run import LiveRun
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.run_files import read_run

@@ -31,7 +31,7 @@ from verl_profiling.capture_request import (
     new_request_id,
     parse_ranks,
 )
-from verl_profiling.commands import add_json, at_least_0, count, names, option, show
+from verl_profiling.commands.common import add_json, at_least_0, count, names, option, show
 from verl_profiling.errors import ConfigError, ProfilingError, TraceFormatError
 from verl_profiling.files.opener import UNDECODABLE, LocalFolder
 from verl_profiling.files.remote import RemoteFolder, is_url

@@ -19,8 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from verl_profiling.analysis import only_step
-from verl_profiling.commands import add_json, option, show
-from verl_profiling.commands.common import StepByStep, warn
+from verl_profiling.commands.common import StepByStep, add_json, option, show, warn
 from verl_profiling.commands.run_server import RunServer
 from verl_profiling.commands.timeline_server import PERFETTO_PORT, TimelineServer
 from verl_profiling.errors import ConfigError

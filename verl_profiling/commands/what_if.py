@@ -17,8 +17,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from verl_profiling.analysis import CapturedStep
-from verl_profiling.commands import (
+from verl_profiling.commands.common import (
+    StepByStep,
+    add_communication,
     add_json,
+    add_paths,
+    add_ray,
     at_least_0,
     count,
     names,
@@ -26,7 +30,6 @@ from verl_profiling.commands import (
     percentage,
     print_json,
 )
-from verl_profiling.commands.common import StepByStep, add_communication, add_paths, add_ray
 from verl_profiling.errors import ConfigError
 from verl_profiling.numbers.report_columns import PathRow
 from verl_profiling.predict.changes import OPTIONS, factor_of
