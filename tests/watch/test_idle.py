@@ -342,7 +342,8 @@ def test_a_loop_that_scores_itself_does_not_train_meanwhile(ranks: int, scoring:
 def test_ranks_that_wait_for_a_late_one_wait_for_its_stage() -> None:
     """A trainer that is in the stage itself does not wait."""
     early = [use(f"actor_rank{rank}", ("update_actor", 0, 200)) for rank in range(3)]
-    made = judged([*early, use("actor_rank3", ("update_actor", 0, 1000))])
+    loop = use("controller", ("update_actor", 0, 1000))
+    made = judged([loop], *early, use("actor_rank3", ("update_actor", 0, 1000)))
     assert next(iter(waits(made))) == "trainer waits 60%, mostly: update_actor of other processes"
 
 
