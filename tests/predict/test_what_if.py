@@ -39,6 +39,11 @@ from verl_profiling.watch.stage_numbers import exposed
 
 WORKS = [("gemm", 5.2, 5.4)]
 
+PACED = (
+    "how long the loop then waits for the rollout in the background is not recorded, so a "
+    "prediction is an interval, and nothing is offered; the watch has the waits of all steps"
+)
+
 
 def path_of(found: Prediction) -> list[tuple[str, str, str, float]]:
     """Return stage, process, kind and seconds of the path; the parts follow each other."""
@@ -929,7 +934,8 @@ def test_a_rollout_that_ends_beside_the_training_is_waited_for_once_it_is_longer
     found = open_step(tmp_path).what_if()
     assert "rollout" not in {row.stage for row in found.path}
     assert found.notes == [
-        "rollout goes on after the step, so a change is not applied to all of it"
+        "rollout goes on after the step, so a change is not applied to all of it",
+        PACED,
     ]
 
 
@@ -955,9 +961,69 @@ def test_a_wait_for_a_rollout_without_end_follows_the_trajectories_that_end_in_i
         "wait:rollout waits for work that began before the step, so a change is not applied to "
         "all that it waits for",
         "rollout goes on after the step, so a change is not applied to all of it",
+        PACED,
     ]
-    assert step.what_if(scale={"rollout": 0.5}).predicted_us == pytest.approx(8.65e6, rel=0.02)
-    assert step.what_if(scale={"update_actor": 0.5}).predicted_us == pytest.approx(6.9e6, rel=0.02)
+    assert found.what_would_help == []
+    for changes, seconds, low, high in (
+        ({"rollout": 0.5}, 8.65, 7.0, 10.0),
+        ({"rollout": 2.0}, 12.7, 7.0, 20.0),
+        ({"update_actor": 0.5}, 6.9, 6.9, 10.0),
+        ({"update_actor": 2.0}, 16.2, 13.2, 16.2),
+    ):
+        changed = step.what_if(scale=changes)
+        assert changed.predicted_us == pytest.approx(seconds * 1e6, rel=0.02)
+        assert changed.low_us == pytest.approx(0.97e6 * low, rel=0.02)
+        assert changed.high_us == pytest.approx(1.03e6 * high, rel=0.02)
+
+
+@pytest.mark.parametrize("names", [("wait:rollout",), ("wait:rollout", "rollout")])
+def test_training_beside_an_unrecorded_rollout_is_not_offered(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    """The loop waits for samples of which nothing is recorded, so it may wait for what it saves."""
+    stages = [("wait:rollout", 0, 1), ("update_actor", 1, 9.5)]
+    if "rollout" in names:
+        stages.append(("rollout", 0, 10))
+    drawn_inputs(tmp_path, stages, [Worker("actor", stages=[("update_actor", 1.1, 9.4)])])
+    step = open_step(tmp_path)
+    assert step.what_if().what_would_help == []
+    found = step.what_if(scale={"update_actor": 0.5})
+    assert found.low_us is not None
+    assert found.high_us is not None
+    assert found.low_us < 6e6 < 10e6 < found.high_us
+    assert PACED in found.notes
+
+
+def test_a_rollout_one_step_off_is_known_from_the_stages_of_the_loop(tmp_path: Path) -> None:
+    """Only workers of the trainer are recorded. The loop waits for 3 of the rollout's 7 s."""
+    stages = [("rollout", 0, 3), ("wait:rollout", 0, 3), ("update_weights", 3, 4)]
+    stages += [("rollout", 6, 10), ("update_actor", 4, 9.9)]
+    workers = [Worker("actor", stages=[("update_weights", 3, 4), ("update_actor", 4, 9.9)])]
+    drawn_inputs(tmp_path, stages, workers)
+    step = open_step(tmp_path)
+    assert {row.option for row in step.what_if().what_would_help} >= {"--scale rollout=0.5"}
+    for changes, seconds in (
+        ({"rollout": 0.5}, 7.0),
+        ({"rollout": 2.0}, 17.0),
+        ({"update_weights": 0.5}, 9.5),
+    ):
+        found = step.what_if(scale=changes)
+        assert found.predicted_us == pytest.approx(seconds * 1e6, rel=0.01)
+        assert found.low_us is None
+
+
+def test_a_tail_of_a_rollout_one_step_off_is_refused(tmp_path: Path) -> None:
+    """Of the rollout that the loop waits for, only the last trajectory is recorded."""
+    log = DrawnLog()
+    log.trajectory(-6, 3, ("generate", -6, 3))
+    for number in range(15):
+        log.trajectory(4, 5 + number / 10, ("generate", 4, 5 + number / 10))
+    log.trajectory(4, 14, ("generate", 4, 14), status="running")
+    stages = [("rollout", 0, 3), ("wait:rollout", 0, 3), ("rollout", 4, 10)]
+    step = drawn(tmp_path, log, [*stages, ("update_actor", 3.5, 9.9)], [])
+    with pytest.raises(ConfigError, match="--no-tail: the tail began before the step"):
+        step.what_if(no_tail=90)
+    assert not any("--no-tail" in row.option for row in step.what_if().what_would_help)
 
 
 def test_the_next_rollout_begins_after_this_one_also_beside_other_tasks(tmp_path: Path) -> None:

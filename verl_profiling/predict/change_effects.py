@@ -165,12 +165,12 @@ class Baseline:
         if not graph.tails:
             raise ConfigError("--no-tail", "no stage waits for trajectories or requests")
         for at, left_out in _tails(replayed, changes.no_tail):
-            if left_out & graph.cut:
+            # of a rollout one step ahead, trajectories that ended before the step are not recorded
+            if left_out & graph.cut or graph.carried:
                 raise ConfigError(
                     "--no-tail",
                     "the tail began before the step, so not all of it is recorded; capture a "
-                    "step in which "
-                    "the rollout begins",
+                    "step in which the rollout begins and ends (one step off, there is none)",
                 )
             number = at - graph.segments.chained
             after[number] = [one for one in after[number] if one not in left_out]

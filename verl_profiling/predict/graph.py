@@ -20,6 +20,7 @@ rollout, and trajectory or request   it ends in the stage                       
 stage of the loop, and its next poll stages in which it sleeps between polls          yes
 stage ``wait:X``, and stage ``X``    names; stage ``X`` ends in it                    assumed
 ``wait:rollout``, and a trajectory   it ends in the stage, and no rollout does        assumed
+rollout from the last step           the loop's next one goes on after this step      assumed
 ==================================== ================================================ ========
 """
 

@@ -267,6 +267,8 @@ class LoopRuns:
             later: Begins (ns) of work that goes on after the step.
         """
         carried = list(self._ended(later)) or list(self._going_on(later))
+        if not carried:
+            self._graph.paced_by_rollout = self._waits_for_unrecorded()
         for early in carried:
             self._graph.assumed[_STEADY] += 1
             # Other works are recorded runs, which are in the graph already.
@@ -281,7 +283,9 @@ class LoopRuns:
             works = list(self._works_before_step(stage))
             if not works and (stage.waits or stage in waiting):
                 continue
-            next_ns = min((ns for ns in later if ns >= stage.end_ns), default=self.root.end_ns)
+            # the loop marks a rollout in the background also if no worker or trajectory is recorded
+            begins = later or [run.begin_ns for run in self._beside if run.name == ROLLOUT]
+            next_ns = min((ns for ns in begins if ns >= stage.end_ns), default=self.root.end_ns)
             if next_ns == self.root.end_ns:
                 awaited = "work that began before the step" if works else "nothing recorded"
                 self._graph.unknown.append(
@@ -293,6 +297,17 @@ class LoopRuns:
                 works = [_before(self.root, stage.end_ns)]
                 stage.waits += works
             yield Early(works, _mark(self.root, next_ns), stage)
+
+    def _waits_for_unrecorded(self) -> bool:
+        """Return whether a rollout goes on in the background, or the loop waits for one of which
+        nothing ends in the wait.
+        """
+        if any(run.name == ROLLOUT for run in self._beside):
+            return True
+        return any(
+            not any(run.is_rollout or run.who != self.root.who for run in stage.waits)
+            for stage in self._for_rollouts_without_a_stage()
+        )
 
     def _works_before_step(self, stage: Run) -> Iterator[Run]:
         """Yield the innermost runs of workers that a stage waits for and that began before the

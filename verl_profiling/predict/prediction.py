@@ -13,6 +13,7 @@ from operator import attrgetter
 import msgspec
 import numpy as np
 
+from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.numbers.report_columns import HelpRow, PathRow, added
 from verl_profiling.numbers.stage_rows import CAPTURE_CALLS, OUTSIDE_STAGES
@@ -32,6 +33,10 @@ _NOT_STEADY = (
 )
 _UNSEEN = (
     "what trajectories did before the capture takes as long, or is such a call; a watch knows it"
+)
+_PACED = (
+    "how long the loop then waits for the rollout in the background is not recorded, so a "
+    "prediction is an interval, and nothing is offered; the watch has the waits of all steps"
 )
 CAPTURE = "capture"
 _LEAST_SHARE = 0.001  # minimum saving of a listed change, as a share of the step
@@ -106,7 +111,8 @@ def predict(
     if changes.has_resources:
         replayed, spans_ns = on_resources(replayed, changes, assumed, notes)
     else:
-        helps = _helps(baseline, replayed, changes)
+        if not graph.paced_by_rollout:
+            helps = _helps(baseline, replayed, changes)
         spans_ns = _interval_ns(baseline, replayed, changes, assumed)
     if not replayed.alike:
         notes.append(_NOT_STEADY)
@@ -126,7 +132,7 @@ def predict(
         what_would_help=helps,
         missing=list(missing),
         assumed=[*(f"{rule} ({many:,})" for rule, many in graph.assumed.items()), *assumed],
-        notes=[*notes, *graph.unknown],
+        notes=[*notes, *graph.unknown, *([_PACED] * graph.paced_by_rollout)],
     )
 
 
@@ -148,6 +154,8 @@ def _interval_ns(
     waits_ns = baseline.graph.segments.recorded_ns()[baseline.waits].sum()
     if waits_ns > _LEAST_SHARE * replayed.span_ns and changes.options():
         spans_ns += _with_waits_ns(baseline, replayed, changes)
+    if baseline.graph.paced_by_rollout and changes.options():
+        spans_ns += _paced_ns(baseline, changes)
     if baseline.unseen and changes.tools:
         assumed.append(_UNSEEN)
         for name, value in changes.tools.items():
@@ -197,6 +205,23 @@ def _with_waits_ns(baseline: Baseline, replayed: Replay, changes: Changes) -> tu
     return min(replayed.span_ns, max(none_ns, least)), max(replayed.span_ns, longest)
 
 
+def _paced_ns(baseline: Baseline, changes: Changes) -> tuple[int, int]:
+    """Return the least and the longest step (ns), if the loop waits for an unknown rollout.
+
+    What other work takes less, the loop may wait longer; what it takes more, the wait may be
+    shorter. With a faster rollout there may be no wait, and with a slower one all of the step may
+    take as much longer.
+    """
+    recorded_ns, changed_ns = (baseline.replay(one).span_ns for one in (Changes(), changes))
+    waits = {stage: 0.0 for stage in (WAIT + ROLLOUT, ROLLOUT) if stage in baseline.inside}
+    least_ns = baseline.replay(changes.with_more(Changes(scale=waits))).span_ns
+    factors = [1.0, *(changes.scale[stage] for stage in waits if stage in changes.scale)]
+    factors += [baseline.factor_of_call(name, value) for name, value in changes.tools.items()]
+    if len(factors) == 1 and not changes.unblock and changes.no_tail is None:
+        least_ns = min(changed_ns, max(least_ns, recorded_ns))
+    return least_ns, max(changed_ns, round(recorded_ns * max(factors)))
+
+
 def _candidates(baseline: Baseline, replayed: Replay) -> Iterable[tuple[str, str, Changes]]:
     """Yield single changes to try, each with the outermost stage that it changes, and in words.
 
@@ -217,7 +242,8 @@ def _candidates(baseline: Baseline, replayed: Replay) -> Iterable[tuple[str, str
     for stage in baseline.balanced:
         if not (stage.startswith(WAIT) or baseline.hidden_ranks(stage)):
             yield outermost[stage], f"{stage} balanced", Changes(balance=[stage])
-    if sum(map(len, graph.tails.values())) >= _LEAST_OF_TAIL and not graph.cut:
+    is_whole = not (graph.cut or graph.carried)
+    if is_whole and sum(map(len, graph.tails.values())) >= _LEAST_OF_TAIL:
         stage = _first_stage(graph, graph.tails)
         yield stage, "rollout without its last 10%", Changes(no_tail=90.0)
     yield from _calls_to_change(baseline, replayed)

@@ -107,6 +107,8 @@ class Graph:
         assumed: Number of edges by the sentence on what they assume.
         unknown: Sentences on stages whose waits are not known.
         whole: Whether all rollouts begin and end in the step.
+        paced_by_rollout: Whether the loop may wait longer for a rollout in the background once
+            something else is faster: the capture has no end of work that it waits for.
         lanes: Number of the step's devices, else of its workers.
         on_device: Whether the lanes are devices, and not processes on CPUs.
         engines: Names of the workers that are replicas of an engine.
@@ -134,6 +136,7 @@ class Graph:
     assumed: Counter[str] = field(default_factory=Counter)
     unknown: list[str] = field(default_factory=list)
     whole: bool = True
+    paced_by_rollout: bool = False
     lanes: int = 0
     on_device: bool = False
     engines: set[str] = field(default_factory=set)
