@@ -33,6 +33,7 @@ from verl_profiling.predict.step_graph import Graph
 from verl_profiling.report.findings import find
 from verl_profiling.report.html import NotebookReport
 from verl_profiling.report.model import Report
+from verl_profiling.report.noticed import noticed_here
 from verl_profiling.slices.intervals import EMPTY, Spans, common, length
 from verl_profiling.steps.causes import Explanation
 from verl_profiling.steps.lanes import Lane, Step
@@ -117,7 +118,7 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         watched=watched,
         capture_steps=inputs.capture.steps if inputs.capture else [],
     )
-    return visible_text_of(find(report))
+    return visible_text_of(find(report, noticed_here(request, watched, log)))
 
 
 def _parts(

@@ -9,7 +9,7 @@ the rollout, and lanes without a part in a stage; the table of causes lists thes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -57,14 +57,19 @@ class Rule(NamedTuple):
     stage: str | None = None
 
 
-def find(report: Report) -> Report:
+def find(report: Report, noticed: Sequence[Loss] = ()) -> Report:
     """Return the report with its findings, sorted by the seconds at stake.
 
-    Exceptions to this order: In a requested capture, what it shows of the fault comes first: that
+    Exceptions to this order: The notices of the watch come first, unless a finding names who is at
+    fault. In a requested capture, what it shows of the fault follows: that
     the fault is gone, or which rank is last to enter the collectives of the stage. Missing data
     follow, because they make all numbers partial. After a request of the watch, findings on its
     suspects alone precede others, and findings without a culprit come later. Findings on the cost
     of the capture come last, because they are not about the training.
+
+    Args:
+        report: The report of a step.
+        noticed: The notices of the watch that the step has.
     """
     first, last = (list(_above(_findings(report, rules))) for rules in (_FIRST, _LAST))
     measured = list(_findings(report, _RANKED))
@@ -81,8 +86,27 @@ def find(report: Report) -> Report:
             -finding.seconds,
         )
     )
+    first = [*_unexplained(noticed, [*first, *ranked], report), *first]
     findings = [*first, *ranked[: LIMIT - len(first) - len(last)], *last]
     return msgspec.structs.replace(report, findings=findings)
+
+
+def _unexplained(
+    noticed: Iterable[Loss], findings: Sequence[Finding], report: Report
+) -> Iterator[Finding]:
+    """Yield the notices of the watch about which no finding says who is at fault."""
+    for loss in noticed:
+        if not any(_explains(finding, loss, report) for finding in findings):
+            seconds = on_all(report, loss.seconds)
+            yield Finding(NOTICED, loss.text, loss.advice, seconds, loss.lanes, loss.share)
+
+
+def _explains(finding: Finding, noticed: Loss, report: Report) -> bool:
+    if finding.rule == "trajectory_cause":
+        return bool(report.suspected_cause)
+    if not noticed.lanes:  # a rule of a requested capture found who it is
+        return finding.rule in ("straggler", "between_stages")
+    return finding.rule not in OWN_COST and _are_of(finding.lanes, noticed.lanes)
 
 
 def _above(measured: Iterable[tuple[Rule, Finding]]) -> Iterator[Finding]:
@@ -123,9 +147,16 @@ def _is_of_suspects(finding: Finding, report: Report) -> bool:
     request = report.capture_request
     if finding.rule == "trajectory_cause":
         return bool(report.suspected_cause)
-    if request is None or not request.sign or not finding.lanes:
+    if request is None or not request.sign:
         return False
-    return all(any(_belongs(lane, name) for name in request.suspects) for lane in finding.lanes)
+    return _are_of(finding.lanes, request.suspects)
+
+
+def _are_of(lanes: Sequence[str], suspects: Sequence[str]) -> bool:
+    """Return whether there are lanes, and all of them belong to suspects."""
+    if not lanes:
+        return False
+    return all(any(_belongs(lane, name) for name in suspects) for lane in lanes)
 
 
 def _belongs(lane: str, suspect: str) -> bool:
@@ -347,6 +378,8 @@ _COMMON = ("no_requests", "weight_sync", "host_blocked", "host_bound")
 _OF_DEVICES = (*_COMMON, "long_tail", "after_generation", "queued", "gc", "exposed_communication")
 """Rules about the same time: that of all devices."""
 
+NOTICED = "noticed"
+"""Rule of what the watch noticed in the step."""
 OWN_COST = ("fault_gone", "late_start", *(rule.name for rule in _LAST))
 """Rules about the capture itself, such as its cost."""
 USUAL = ("trajectory_cause",)

@@ -116,14 +116,14 @@ def _how_it_is(trigger: Trigger, later: Sequence[StepSummary]) -> tuple[str, boo
     if not values:
         return f"Whether it lasts is not known: {sign.missing(trigger)}.", None
     usual, value = trigger.median * sign.has_median, median(values)
-    lasts = value > _least(trigger)
+    lasts = value > least_value(trigger)
     now = f"{'Still' if lasts else 'Now'} {sign.text_of(value)}"
     if usual:
         now += f", before {sign.text_of(usual)}"
     return f"{now}.", lasts
 
 
-def _least(trigger: Trigger) -> float:
+def least_value(trigger: Trigger) -> float:
     """Return the value above which a step is not as before an anomaly."""
     usual = trigger.median * sign_of(trigger).has_median
     least = (usual + trigger.value) / 2
@@ -139,7 +139,7 @@ def _since(trigger: Trigger, earlier: Sequence[StepSummary]) -> int:
         earlier: The earlier steps that may show it. Where they do not, the begin is not known
             earlier than in the next one that does.
     """
-    sign, least = sign_of(trigger), _least(trigger)
+    sign, least = sign_of(trigger), least_value(trigger)
     since = trigger.noticed or 0
     for step in reversed(earlier):
         value = sign.value_in(trigger, step)
