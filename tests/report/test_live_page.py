@@ -104,6 +104,17 @@ def test_it_follows_a_run_in_a_browser(loop: Loop, tmp_path: Path) -> None:
     assert set(before) <= set(run.rglob("*"))
 
 
+def test_the_captures_are_one_section(tmp_path: Path) -> None:
+    """And no sentence beside them says that there are none."""
+    run = tmp_path / "run"
+    build_step(run)
+    WatchLog(run)(StepSummary(step=1, begin_ns=1, end_ns=2))
+    with served(run, tmp_path) as server:
+        page = server.page().decode()
+    assert page.count("<h2>Captures</h2>") == 1
+    assert "No step was captured" not in page
+
+
 @pytest.mark.parametrize("seed", [7])
 def test_the_first_screen_tells_six_runs_apart(seed: int, tmp_path: Path) -> None:
     """Verdict, step, process and reason are those that were drawn."""

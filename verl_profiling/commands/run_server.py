@@ -104,9 +104,10 @@ class RunServer(TimelineServer):
         yield [capture.done() for capture in self._captures.values()]
 
     def _render(self) -> str:
-        view = self._live.read(how_to_capture(self._run))
+        heads = capture_heads(self._run)
+        view = self._live.read("" if heads else how_to_capture(self._run))
         captures: list[RunCapture] = []
-        for name, head in capture_heads(self._run).items():
+        for name, head in heads.items():
             captures += self._captured(name, head or CaptureHead("begun"))
         return render_run(view, captures, [*attempts_of(self._run)], follows=True)
 
