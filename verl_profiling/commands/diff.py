@@ -119,7 +119,10 @@ def _verdict(diff: Diff, slower: list[Change], percent: float) -> str:
     if slower and causes:
         stages += f"; most by {_named(max(causes, key=lambda cause: cause.change_s))}"
     limit = f"more than {percent:.3g}% and {duration(LEAST_S)}"
-    basis = diff.between_runs.sentence if diff.between_runs else diff.basis
+    runs = diff.between_runs
+    basis = runs.sentence if runs else diff.basis
+    if runs and runs.more_runs is not None and slower:  # too few runs for a verdict on stages
+        basis = f"of the whole step: {basis}"
     return f"slower by {limit}: {stages} ({basis})"
 
 

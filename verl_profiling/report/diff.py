@@ -226,8 +226,8 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
 
         Stages below 1 % of the step are ignored, and so is the capture's own cost. With the noise
         between runs, stages count only if the change of the step is told: of many stages, one
-        exceeds its noise by chance. With too few runs, the share is at least what two starts of
-        one configuration differ by.
+        exceeds its noise by chance. With too few runs for that, a stage counts also where the step
+        is not told, but the share is at least what two starts of one configuration differ by.
 
         Args:
             share: Smallest change, as a fraction of the value before.
