@@ -217,6 +217,22 @@ def test_tools_have_percentiles_and_the_last_are_behind_the_bend(tmp_path: Path)
     assert sum(part.share for part in last.parts) == pytest.approx(1)
 
 
+def test_the_next_batch_is_no_peer_of_the_last_one_from_before(tmp_path: Path) -> None:
+    """And the tail of a batch that the end of the step cuts is not over."""
+    log = DrawnLog()
+    log.trajectory(-3, 2, ("generate", -3, 2))
+    for _ in range(15):
+        log.trajectory(3, 4, ("generate", 3, 4))
+    log.trajectory(3, 30, ("generate", 3, 30), status="running")
+    report = report_with(tmp_path, log)
+    last = report.rollout.last
+    assert (last.trajectories, last.of, last.seconds, last.is_over) == (1, 16, 6, False)
+    [finding] = [row for row in report.findings if row.rule == "last_trajectories"]
+    assert finding.text.startswith("In the last recorded 6.00 s, 60% of the 10.0 s")
+    assert "only 1 of 16 trajectories still run" in finding.text
+    assert finding.text.endswith("The recording ends before they do.")
+
+
 def test_what_blocks_a_loop_is_named_with_those_that_stood_still(tmp_path: Path) -> None:
     """Two of three trajectories stand still; trackers and comparisons have it too."""
     log = DrawnLog()

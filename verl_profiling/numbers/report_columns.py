@@ -1025,11 +1025,13 @@ class LastTrajectories(Struct, frozen=True):
 
     Attributes:
         trajectories: Number of trajectories in the tail.
-        of: Number of all training trajectories.
+        of: Number of training trajectories of the same batch: all, unless the next batch began
+            after the last one of a batch.
         seconds: Duration of the tail, up to the end of the last trajectory.
         share: Share of the time from the first trajectory's begin to the last one's end.
         parts: Duration of the tail by cause; an instant is divided equally among the running
             trajectories.
+        is_over: Whether all of them have ended; else the step or the recording ends first.
     """
 
     trajectories: int
@@ -1037,6 +1039,7 @@ class LastTrajectories(Struct, frozen=True):
     seconds: float
     share: float
     parts: list[PartRow]
+    is_over: bool = True
 
 
 class Polling(Struct, frozen=True):

@@ -373,11 +373,14 @@ def last_trajectories(report: Report, rollout: Rollout) -> Iterator[Loss]:
         mostly = f": {most.share:.0%} of that is {_called(cause)}"
     if cause == LOOP_LAG and _loops_are_blocked(report):
         return  # the finding on blocked loops covers it
+    when = "last" if last.is_over else "last recorded"
     text = (
-        f"In the last {duration(last.seconds)}, {last.share:.0%} of {rollout.of_trajectories}, "
+        f"In the {when} {duration(last.seconds)}, {last.share:.0%} of {rollout.of_trajectories}, "
         f"only {last.trajectories} of {last.of} trajectories still run"
         f"{mostly}{late_response(report)}."
     )
+    if not last.is_over:
+        text += " The recording ends before they do."
     advice = _ADVICE.get(cause, "")
     slow = slowest_replica(report.replicas)
     if cause == "decode" and slow:
