@@ -135,6 +135,15 @@ def test_even_saves_time_of_the_uneven_part_alone(other: str) -> None:
         assert saved.saved_ns({}, ["train"]) / MS == pytest.approx(truth_ms, abs=1)
 
 
+def test_of_a_step_whose_workers_were_not_read_nothing_is_said() -> None:
+    """Their work is not known, so neither is what a stage would save: as in the last step."""
+    step = Loop((600,), (300,), 100, in_background=True).step()
+    assert step.helps is not None
+    step.workers = []
+    judge([step], True)
+    assert step.helps is None
+
+
 def test_of_several_waits_for_generation_nothing_is_said() -> None:
     """They are not one wait from the first to the last."""
     periods = {

@@ -4,6 +4,7 @@ never the program's matter.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -46,6 +47,19 @@ def totals(tally: SpanSums, *borders_ns: int) -> list[dict[str, SpanTotal]]:
 def everything(tally: SpanSums) -> dict[str, SpanTotal]:
     """Return all that a tally has told nobody yet."""
     return totals(tally, 0, 1 << 62)[0]
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, GeneratorExit])
+def test_a_cancelled_trajectory_is_no_sample(tally: SpanSums, error: type[BaseException]) -> None:
+    """As where training ends while the next batch runs; its spans took their time."""
+    with trajectory(), span("generate"):
+        pass
+    with suppress(error), trajectory(), span("generate"):
+        raise error
+    assert {name: total.runs for name, total in everything(tally).items()} == {
+        "trajectory": 1,
+        "generate": 2,
+    }
 
 
 class Time:

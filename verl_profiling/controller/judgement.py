@@ -45,7 +45,9 @@ def judge(
     for number, summary in enumerate(summaries):
         summary.trainer_idle, summary.rollout_idle = sides[number]
         step_times = times[number]
-        summary.helps = step_times.largest() if step_times is not None else None
+        # without the replies of workers, what a stage would save is not known
+        is_read = summary.workers or summary.loop[1:] or not has_workers
+        summary.helps = step_times.largest() if step_times is not None and is_read else None
         summary.add_up()
         summary.lessons = lessons_in(summary)
         add_device_memory(summary)

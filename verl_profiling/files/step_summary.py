@@ -411,8 +411,8 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         rollout_idle: Idle time of the rollout's replicas, or of the stage ``rollout``; ``None`` if
             unknown.
         helps: The change of one stage that would shorten the step most; ``None`` if unknown.
-        samples: Number of trajectories that ended in the step; without trajectories, number of
-            requests.
+        samples: Number of trajectories that ended in the step, and were not cancelled; without
+            trajectories, number of requests.
         tokens: Number of prompt and response tokens of these trajectories; 0 if unknown.
         taken: Number of samples on which the step trained, as the loop reports it; 0 if unknown.
         taken_tokens: Number of tokens of these samples; 0 if unknown.

@@ -131,7 +131,8 @@ class Span(msgspec.Struct, eq=False, gc=False):
                 _current.set(self.parent)
             else:
                 _leave(self)
-            if _totals is not None:
+            # a trajectory that was cancelled, e.g. as training ends, made no sample
+            if _totals is not None and not (self.name is TRAJECTORY and self.status in LEFT):
                 tokens = _tokens(self.facts) if self.facts else 0
                 _totals.add(self.name, self.begin_ns, end_ns, self.status == FAILED, tokens)
 
