@@ -203,6 +203,50 @@ def test_calls_that_take_no_time_have_no_limit(tmp_path: Path, seed: int) -> Non
 
 
 @pytest.mark.parametrize("seed", range(20))
+def test_a_free_slot_is_taken_sooner_if_no_tool_blocks_the_loop(tmp_path: Path, seed: int) -> None:
+    """Each drawn trajectory frees its slot, and then blocks the event loop: the next one goes on
+    once the block is over.
+    """
+    drawn = random.Random(seed)
+    slots, turns = drawn.randint(2, 4), drawn.randint(4, 6)
+    count, search = slots * turns, drawn.uniform(0.5, 1.0)
+    block = search * drawn.uniform(0.1, 0.2)
+    score = drawn.uniform(0.8, 1.0)  # longer than a block, so it is not late
+
+    def end_of_last(block: float, log: DrawnLog | None = None) -> float:
+        """Return the end of the rollout; slots go on in turns that end together."""
+        now = 0.0001
+        for first in range(0, count, slots):
+            numbers = range(first, min(first + slots, count))
+            free = now + search
+            for number in numbers if log else ():
+                is_last = number == numbers[-1]
+                end = free + block * is_last
+                trajectory = log.trajectory(0, end + score, ("reward", end, end + score))
+                log.span("wait:slot", 0, now, trajectory)
+                log.span("tool:search", now, free, trajectory)
+                if is_last:
+                    sandbox = log.span("tool:sandbox", free, end, trajectory)
+                    log.block(free, end, sandbox, "agent.run (agent.py:7)")
+            now = free + block
+        return now + score
+
+    end = end_of_last(block)
+    log = DrawnLog(end=end + 1)
+    end_of_last(block, log)
+    drawn_inputs(tmp_path, [("rollout", 0, end), ("update_actor", end, end + 1)], [], end + 1)
+    log.add_to(tmp_path)
+    step = open_step(tmp_path)
+    halved = step.what_if(tools={"sandbox": "0.5x"})
+    assert halved.predicted_us == pytest.approx((end_of_last(block / 2) + 1) * 1e6, rel=1e-3)
+    unblocked = step.what_if(unblock=["sandbox"])
+    assert unblocked.predicted_us == pytest.approx(
+        (turns * search + block + score + 1) * 1e6, rel=2e-3
+    )
+    assert unblocked.low_us is None
+
+
+@pytest.mark.parametrize("seed", range(20))
 def test_ranks_that_may_wait_for_each_other_make_an_interval(tmp_path: Path, seed: int) -> None:
     """Drawn ranks do unequal work and leave the stage together;
     what each of them did is not recorded.

@@ -85,7 +85,7 @@ def services_of(runs: Sequence[Run], records: Records) -> tuple[set[Run], list[L
             calls = defaultdict[str, list[Hold]](list)
             owners, since = spans.trajectory[rows].tolist(), spans.begin[rows].tolist()
             for run, owner, since_ns in zip(of_name, owners, since, strict=True):
-                calls[run.who].append(Hold(owner, since_ns, run.begin_ns, run.end_ns))
+                calls[run.who].append(Hold(owner, since_ns, run.begin_ns, run.end_ns, run.begin_ns))
             for who, of_service in calls.items():
                 limits += _serial(name, f"{name} of {who}", of_service)
     return served, limits
@@ -101,7 +101,7 @@ def engines_of(records: Records, served: Mapping[int, Request]) -> Iterator[Limi
     spans, calls = records.spans, defaultdict[int, list[Hold]](list)
     for row, request in served.items():
         since_ns, begin_ns = int(spans.begin[row]), request.scheduled_ns or request.begin_ns
-        hold = Hold(int(spans.trajectory[row]), since_ns, begin_ns, request.end_ns)
+        hold = Hold(int(spans.trajectory[row]), since_ns, begin_ns, request.end_ns, begin_ns)
         calls[request.replica].append(hold)
     for replica, of_replica in calls.items():
         yield from _serial(GENERATE, f"{ENGINE}{replica}", of_replica)
@@ -177,8 +177,9 @@ class _Waits:
         if limit is None:
             return None
         slots, ends = limit
-        columns = (spans.trajectory[rows], since, until, ends)
-        holds = [Hold(*hold) for hold in zip(*(column[order].tolist() for column in columns))]  # noqa: B905
+        ordered = [column[order] for column in (spans.trajectory[rows], since, until, ends)]
+        columns = (*ordered, _freed(ordered[1], ordered[3], slots).clip(max=ordered[2]))
+        holds = [Hold(*hold) for hold in zip(*(column.tolist() for column in columns))]  # noqa: B905
         return Limit(name, slots, holds, f"{name} {rows[order[0]]}")
 
     def _code_before(self, code: Pieces) -> Ints:
@@ -261,9 +262,13 @@ def _explained(since: Ints, begin: Ints, end: Ints) -> tuple[float, int]:
     slots = int(holders.max())
     if not 0 < slots < len(begin):  # 0 slots: all calls are shorter than the error
         return 0.0, slots
-    free = np.concatenate((since[:slots], released[:-slots]))
-    left = (begin - np.maximum(since, free)).clip(0)
+    left = (begin - _freed(since, end, slots)).clip(0)
     return float(1 - left.sum() / (begin - since).sum()), slots
+
+
+def _freed(since: Ints, end: Ints, slots: int) -> Ints:
+    """Return when each holder of a slot waits, and a slot is free; arguments as above."""
+    return np.maximum(since, np.concatenate((since[:slots], np.sort(end)[:-slots])))
 
 
 _name_of = attrgetter("name")

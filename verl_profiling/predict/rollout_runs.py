@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from operator import attrgetter
 
@@ -135,26 +136,36 @@ def _requests(step: Step, served: Iterable[Request]) -> Iterator[Run]:
 def _acquired(parts: Sequence[Segment], holds: Sequence[tuple[Limit, Hold]]) -> list[Segment]:
     """Return a trajectory's segments, with an instant in place of each wait for a slot.
 
-    A replay computes how long the instant waits. The segment that ends with the release of the slot
-    gets its queue in ``releases``. It may be such an instant, so these are added first.
+    A replay computes how long the instant waits. Loop lag after a slot was free follows it, as it
+    goes with the call that blocks the loop. The segment that ends with the release of the slot gets
+    its queue in ``releases``. It may be such an instant, so these are added first.
 
     Args:
         parts: The segments.
         holds: Each slot that the trajectory held, with its limit.
     """
-    acquires = []
+    acquires, lag = list[Segment](), list[Segment]()
     for limit, hold in holds:
-        acquires.append(Segment(limit.name, hold.begin_ns, hold.begin_ns, queue=limit.queue))
+        late = [part for part in parts if _is_late(part, hold)]
+        lag += [replace(part, begin_ns=max(part.begin_ns, hold.free_ns)) for part in late]
+        got_ns = min((part.begin_ns for part in lag[len(lag) - len(late) :]), default=hold.begin_ns)
+        acquires.append(Segment(limit.name, got_ns, got_ns, queue=limit.queue))
     waits = sorted((hold.since_ns, hold.begin_ns) for _, hold in holds)
     until_ns = [0, *accumulate((end_ns for _, end_ns in waits), max)]  # last end of n waits
     left = [
         part for part in parts if until_ns[bisect_left(waits, (part.begin_ns + 1,))] < part.end_ns
     ]
-    by_end = sorted([*acquires, *left], key=_end_of)
+    by_end = sorted([*acquires, *lag, *left], key=_end_of)
     for limit, hold in holds:
         last = by_end[bisect_right(by_end, hold.end_ns, key=_end_of) - 1]
         last.releases = (*last.releases, limit.queue)
     return by_end
+
+
+def _is_late(part: Segment, hold: Hold) -> bool:
+    """Return whether a segment is loop lag in a wait whose slot was free."""
+    is_in_wait = hold.free_ns < part.end_ns <= hold.begin_ns
+    return is_in_wait and hold.since_ns <= part.begin_ns and part.kind.startswith(LOOP_LAG)
 
 
 class _Parts:

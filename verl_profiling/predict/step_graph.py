@@ -23,12 +23,14 @@ class Hold(NamedTuple):
         since_ns: Begin of the wait.
         begin_ns: End of the wait, when the trajectory gets the slot.
         end_ns: Release of the slot.
+        free_ns: When the slot was free for it; ``begin_ns`` if that is not known.
     """
 
     trajectory: int
     since_ns: int
     begin_ns: int
     end_ns: int
+    free_ns: int
 
 
 class Limit(NamedTuple):
