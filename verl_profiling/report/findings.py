@@ -104,8 +104,10 @@ def _unexplained(
 def _explains(finding: Finding, noticed: Loss, report: Report) -> bool:
     if finding.rule == "trajectory_cause":
         return bool(report.suspected_cause)
-    if not noticed.lanes:  # a rule of a requested capture found who it is
-        return finding.rule in ("straggler", "between_stages")
+    request = report.capture_request
+    is_of_request = request is not None and noticed.lanes == request.suspects
+    if request is not None and is_of_request and finding.rule in _WHO:
+        return (request.stage or "the step") in finding.text  # also where it is another rank
     return finding.rule not in OWN_COST and _are_of(finding.lanes, noticed.lanes)
 
 
@@ -378,6 +380,8 @@ _COMMON = ("no_requests", "weight_sync", "host_blocked", "host_bound")
 _OF_DEVICES = (*_COMMON, "long_tail", "after_generation", "queued", "gc", "exposed_communication")
 """Rules about the same time: that of all devices."""
 
+_WHO = ("straggler", "late_start", "between_stages")
+"""Rules that say, in a requested capture, who or what makes its stage slow."""
 NOTICED = "noticed"
 """Rule of what the watch noticed in the step."""
 OWN_COST = ("fault_gone", "late_start", *(rule.name for rule in _LAST))
