@@ -93,6 +93,8 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True):
         peers: Lanes of processes of the same role, captured for comparison.
         value: Measured value in the step with the anomaly: seconds, a share of the step, or bytes.
         median: Median of the values in the steps before, in the same unit.
+        memory: Kind of the memory that grew, as in ``RoleMemory.kinds``; ``held`` for that
+            of its device or allocator, empty for other signs.
         history: The values in the steps before, then the value in the step with the anomaly.
     """
 
@@ -108,6 +110,7 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True):
     peers: list[str] = []
     value: float = 0.0
     median: float = 0.0
+    memory: str = ""
     history: list[float] = []
 
     def in_words(self) -> str:

@@ -71,11 +71,12 @@ def train(settings: dict[str, Any], steps: int, slow_from: int) -> None:
     url = f"http://127.0.0.1:{int(service.stdout.readline())}"
 
     processes = multiprocessing.get_context("spawn")
-    pipes = []
+    pipes, workers = [], []
     for rank in range(WORKERS):
         pipe, tasks = processes.Pipe()
         arguments = (settings, actors.address, rank, tasks)
-        processes.Process(target=work, args=arguments, daemon=True).start()
+        workers.append(processes.Process(target=work, args=arguments, daemon=True))
+        workers[-1].start()
         tasks.close()
         pipes.append(pipe)
     try:
@@ -99,8 +100,9 @@ def train(settings: dict[str, Any], steps: int, slow_from: int) -> None:
                     for pipe in pipes:
                         pipe.recv()
                 profiling.on_step_end({"reward": sum(scores) / len(scores)})
-        for pipe in pipes:
+        for pipe, worker in zip(pipes, workers, strict=True):
             pipe.send(None)
+            worker.join()
     finally:
         service.terminate()
         service.wait()

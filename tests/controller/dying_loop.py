@@ -28,7 +28,7 @@ def work(settings: dict[str, Any], address: str, rank: int, tasks: Connection) -
             with stage("update_actor"):
                 if way in ("raise", "handled"):
                     raise ValueError("no reward\nin the batch")
-                if way == "kill":
+                if way in ("kill", "early"):
                     os.kill(os.getpid(), signal.SIGKILL)
         except ValueError:
             if way == "raise":
@@ -57,11 +57,12 @@ def main(folder: str, way: str) -> None:
             other.close()
             pipe.recv()
             pipes.append(pipe)
+        last = 1 if way == "early" else STEP
         for step in range(1, STEP + 1):
             callback.on_step_begin(step)
             with callback.stage("update_actor"):
                 for rank, pipe in enumerate(pipes):
-                    pipe.send(way if (rank, step) == (1, STEP) else "")
+                    pipe.send(way if (rank, step) == (1, last) else "")
                 for pipe in pipes:
                     pipe.recv()
             if step == 1:  # until the processes know where to write

@@ -74,6 +74,16 @@ def test_a_process_that_is_killed_is_named_by_those_that_saw_it_die(tmp_path: Pa
     assert main(["check", str(tmp_path)]) == 1
 
 
+def test_a_process_that_is_killed_before_it_has_a_record_is_named(tmp_path: Path) -> None:
+    """Its connection closed before the loop failed."""
+    assert run_loop(tmp_path, "early") != 0
+    [sentence] = said(tmp_path)
+    assert re.match(
+        r"(actor_rank1 went first|who went first is not known: actor_rank1 died, and left no)",
+        sentence,
+    ), sentence
+
+
 S = 10**9
 
 
@@ -144,7 +154,7 @@ def test_a_loop_that_is_killed_had_handled_the_failures_before(
 def test_a_process_without_a_readable_record_is_not_blamed(tmp_path: Path) -> None:
     seen = [Gone(201 * S, "actor_rank1", 3, signal=9)]
     assert said_of(tmp_path, record("controller", 1, step=4, end=LOST, gone=seen)) == [
-        "who went first is not known: actor_rank1 died, and its record is unreadable"
+        "who went first is not known: actor_rank1 died, and left no readable record"
     ]
 
 

@@ -24,6 +24,7 @@ from conftest import ROOT
 from verl_profiling import ProfilingCallback, analysis, stage
 from verl_profiling.capture.session import Session
 from verl_profiling.errors import ConfigError
+from verl_profiling.files.process_record import ProcessRecord, read_records
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.manifest import CaptureResult, Manifest
 from verl_profiling.workers import CaptureMixin, WorkerProcesses, join_callback
@@ -90,7 +91,7 @@ def test_the_program_of_the_page(tmp_path: Path) -> None:
     named = {lane["args"]["name"] for lane in lanes if lane["name"] == "process_name"}
     assert {name for name in found if any(lane.startswith(name) for lane in named)} == {*found}
     assert "pass the same settings" not in output
-    logged = re.findall(r"step (\d+): stage update_actor took .*longest there: (\w+)", output)
+    logged = re.findall(r"step (\d+).* stage update_actor.*longest there: (\w+)", output)
     assert "actor_rank1" in {lane for at, lane in logged if int(at) >= slow_from}, output
     lines = [json.loads(line) for line in (tmp_path / "watch.jsonl").read_text().splitlines()]
     leaders = {row["name"]: row.get("leader") for row in lines[-1]["exposed"]}
@@ -125,6 +126,31 @@ def test_a_stopped_and_a_killed_worker(tmp_path: Path) -> None:
     lost = results(manifest)["actor_rank1"]
     assert (lost.status, lost.reason) == ("failed", f"its process has ended (pid {worker.pid})")
     assert results(manifest)["actor_rank0"].status == "ok"
+
+
+def test_a_process_that_joins_after_the_callback_leaves_a_record(tmp_path: Path) -> None:
+    """As in the program of docs/processes.md. So the one that is killed went first, and no watched
+    process counts among the children of the loop's process.
+    """
+    loop = program(settings(tmp_path, []), "--steps", 3000)
+
+    def records() -> dict[str, ProcessRecord]:
+        return {record.lane: record for record in read_records(tmp_path / "processes")}
+
+    try:
+        lanes = {"actor_rank0", "actor_rank1", "controller", "reward_rank0"}
+        eventually(lambda: {*records()} >= lanes, 30.0)
+        seen = records()
+        eventually(lambda: records()["controller"].at_ns > seen["controller"].at_ns)
+        assert records()["controller"].use.children < seen["actor_rank0"].use.own
+        time.sleep(2.5)  # until the loop's process has seen the others' records
+        os.kill(seen["actor_rank1"].process.pid, signal.SIGKILL)
+        _, output = loop.communicate(timeout=100)
+    finally:
+        loop.kill()
+    [check] = [one for one in analysis.open_run(tmp_path).check().artifacts if one.reason]
+    assert check.reason.startswith("actor_rank1 went first"), output
+    assert check.reason.endswith("killed by SIGKILL"), output
 
 
 def _joined(given: dict[str, Any], address: str, rank: int, tasks: Any) -> None:

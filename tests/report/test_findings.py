@@ -9,15 +9,19 @@ from pathlib import Path
 import msgspec
 import pytest
 from drawn_steps import STAGES, Drawn, Worker, engine, ns, report_of
+from drawn_summaries import summary
+from msgspec.structs import replace as replace_struct
 from step_folders import rewrite, rewrite_worker
 
 from verl_profiling.analysis import open_step
 from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
+from verl_profiling.files.process_record import ProcessRecord
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.files.step_summary import ExposedStage, StepSummary
-from verl_profiling.manifest import Request
+from verl_profiling.identity import ProcessId
+from verl_profiling.manifest import Request, RunInfo
 from verl_profiling.report.findings import LIMIT, find
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.summary_text import late_response
@@ -110,6 +114,45 @@ def test_the_verdict_is_on_what_the_watch_noticed_if_its_capture_has_it(
     assert main(["report", "--verdict", str(tmp_path)]) == EXIT_FINDING
     printed = capsys.readouterr().out
     assert (" for 90.0 s" if is_gone else "The stage reward took 9.00 s") in printed
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_verdict_has_who_went_first_and_what_lasts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_killed: bool
+) -> None:
+    """Also where nothing stands out in the captured steps."""
+    folder = tmp_path / "step_000001"
+    folder.mkdir()
+    report_of(folder, WHOLE, [Worker("actor", 0, stages=WHOLE, kernels=[("gemm", 0, 10)])])
+    log = WatchLog(tmp_path)
+    for step in range(1, 6):
+        made = summary(step)
+        if step == 2:
+            made.noticed = Trigger(
+                kind="anomaly",
+                sign="memory",
+                noticed=2,
+                suspects=["actor_rank3"],
+                value=3e9,
+                median=1e9,
+                memory="held",
+                reason="step 2: memory of actor_rank3 has grown by 2 GB",
+            )
+        log(made)
+    loop = replace_struct(ProcessId.current(), pid=2**40)
+    run = RunInfo(
+        run_id="run", begin_ns=1, process=loop, config={"watch": {"enable": True}}, versions={}
+    )
+    if not is_killed:
+        run = replace_struct(run, end_ns=made.end_ns, last_step=5)
+    (tmp_path / "run.json").write_bytes(msgspec.json.encode(run))
+    (tmp_path / "processes").mkdir()
+    record = ProcessRecord(lane="controller", role="controller", process=loop, step=5)
+    (tmp_path / "processes" / record.file).write_bytes(msgspec.json.encode(record))
+    assert main(["report", "--verdict", str(tmp_path)]) == EXIT_FINDING
+    [line] = capsys.readouterr().out.splitlines()
+    assert ("controller went first" in line) == is_killed
+    assert line.endswith("actor_rank3 has grown by 2 GB. Still 3 GB, before 1 GB.")
 
 
 def test_a_run_without_captures_beside_another_fails_the_verdict(

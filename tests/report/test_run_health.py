@@ -101,14 +101,31 @@ def test_a_stage_that_is_still_far_longer_is_not_as_usual(tmp_path: Path) -> Non
     assert "Still 2.30 s, before 1.20 s." in text
 
 
-def test_memory_is_not_said_to_last(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("suspect", "now"),
+    [
+        ("actor_rank3", "Still 3 GB, before 1 GB."),
+        ("actor_rank1", "Whether it lasts is not known: in the last steps, the log has other"),
+    ],
+)
+def test_memory_that_grew_lasts_if_the_log_has_the_process(
+    suspect: str, now: str, tmp_path: Path
+) -> None:
+    """It has the largest one of each role."""
     steps = [summary(step, leader="") for step in range(1, 31)]
     steps[9].noticed = Trigger(
-        kind="anomaly", sign="memory", noticed=10, suspects=["actor_rank1"], reason="memory grew"
+        kind="anomaly",
+        sign="memory",
+        noticed=10,
+        suspects=[suspect],
+        value=3e9,
+        median=1e9,
+        memory="held",
+        reason=f"step 10: memory of {suspect} has grown by 2 GB",
     )
     text = health_of(tmp_path / "run", steps)
-    assert "Not known whether it is as usual again since step 10: actor_rank1" in text
-    assert "Whether it lasts is not known: it is not in the log." in text
+    assert now in text
+    assert f"Look at {suspect}." in text
 
 
 @pytest.mark.parametrize("share", [None, 0.1, 0.6])

@@ -36,6 +36,7 @@ from verl_profiling.files.run_files import known_run
 from verl_profiling.report.console import fitting_console
 from verl_profiling.report.findings import OWN_COST, USUAL
 from verl_profiling.report.hand_offs import hand_off_sentence
+from verl_profiling.report.health import events
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_table import print_run
 from verl_profiling.report.tables import TABLES
@@ -67,7 +68,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_paths(parser)
     add_communication(parser)
     add_ray(parser)
-    option(parser, "--verdict", "print one line; exit 1 if a finding stands out in any step")
+    help = "print one line; exit 1 if a finding stands out, or a run ended badly or is not as usual"
+    option(parser, "--verdict", help)
     option(parser, "--all", "print every table, not only the first screen")
     add_json(parser, "one document per step, or of a run without captured steps")
     help = "write report.json and report.html into the folder, and index.html into that of a run"
@@ -107,7 +109,7 @@ def run(arguments: argparse.Namespace) -> bool:
         written += _show_run(run, of_run, arguments)
     reports = [report for _, report in steps]
     written += _write_tables(reports, arguments)
-    if arguments.verdict and _verdict(reports, arguments):
+    if arguments.verdict and _verdict(list(runs), reports, arguments):
         is_well = False
     for path in written:
         print(f"wrote {path}", file=sys.stderr)
@@ -216,8 +218,41 @@ def _write_tables(reports: Sequence[Report], arguments: argparse.Namespace) -> l
     return written
 
 
-def _verdict(reports: Sequence[Report], arguments: argparse.Namespace) -> bool:
-    """Print the main finding of all steps; return whether any finding stands out.
+def _verdict(
+    runs: Sequence[Path], reports: Sequence[Report], arguments: argparse.Namespace
+) -> bool:
+    """Print the main fault of all runs and steps in one line; return whether there is any.
+
+    A run that ended badly comes first, then the main finding of the steps, then what the watch
+    noticed and lasts, in no capture.
+    """
+    ends, notices = [], []
+    for run in runs:
+        ended, lasting = _faults_of(run)
+        ends += ended
+        notices += lasting
+    text, stands_out = _main_finding(reports)
+    if ends:
+        text = "; ".join([*ends, *notices])
+    elif notices and not stands_out:
+        text = "; ".join(notices)
+    print(visible(text), file=sys.stderr if arguments.json else sys.stdout)
+    return stands_out or bool(ends or notices)
+
+
+def _faults_of(run: Path) -> tuple[list[str], list[str]]:
+    """Return how a run hangs or ended badly, and the last notice of its watch that lasts."""
+    history, hangs = watched(run)
+    view = run_view(run, known_run(run), history, hangs)
+    ended = []
+    if not view.is_well:
+        ended.append(f"{run}: {hangs or (view.death.sentence() if view.death else view.state)}")
+    lasting = [event for event in events(view.watch) if event.lasts]
+    return ended, [f"{run}: {event.what}. {event.now}" for event in lasting[-1:]]
+
+
+def _main_finding(reports: Sequence[Report]) -> tuple[str, bool]:
+    """Return the main finding of all steps, and whether any finding stands out.
 
     It is the first one of a step: of one whose capture has what the watch noticed, which lasts or
     came back, else of the step with most seconds. The largest part of the trajectories' time is
@@ -243,8 +278,7 @@ def _verdict(reports: Sequence[Report], arguments: argparse.Namespace) -> bool:
         for row in TABLES["what_would_help"].rows_shown(report)[:1]:
             effect = f"{row.difference_share:+.0%} of the step"
             text += f" Would help most: {row.change} ({row.option}), {effect}."
-    print(visible(text), file=sys.stderr if arguments.json else sys.stdout)
-    return any(map(itemgetter(0), findings))
+    return text, any(map(itemgetter(0), findings))
 
 
 def _write(path: Path, content: bytes) -> None:

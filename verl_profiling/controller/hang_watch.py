@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -67,7 +68,7 @@ class HangWatch:
     is_left: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
-    _told: set[Target] = field(default_factory=set)
+    _calls: dict[Target, list[Call]] = field(default_factory=dict)
     _examined: StepSummary | None = None
     _slow: StepSummary | None = None
     _elsewhere_ns: int = 0
@@ -89,23 +90,29 @@ class HangWatch:
         if thread is not None:
             thread.join(_ANSWER_S)
         end_recorder()
-        self._call(self._told, NO_LOOKS)
+        self._call(self.loop.roster.driven(None), NO_LOOKS)
+
+    @property
+    def reports(self) -> tuple[str, float]:
+        """The folder of the files, and the pause between two polls (s), as workers get them."""
+        return str(self.folder), min(_LONGEST_PAUSE_S, self.loop.options.hang_s / 5)
 
     def _sums(self) -> set[StageSums]:
         return {self.loop.sums, process_session().sums or self.loop.sums}
 
     def _run(self) -> None:
         who = self.loop.who
-        self._reports = str(self.folder), min(_LONGEST_PAUSE_S, self.loop.options.hang_s / 5)
-        self._reporter = HangReporter(self._reports, who.lane, who.role, self._sums)
+        self._reporter = HangReporter(self.reports, who.lane, who.role, self._sums)
         if self._reporter.recorder is not None:
             self._reporter.recorder.open_step = lambda: self.loop.step
         process_session().reporter = self._reporter  # local workers need no thread of their own
         try:
-            self._call({*self.loop.roster.driven(None)} - self._told, self._reports)
             if self.ranks is not None:
-                self.ranks.set(_KEY, msgspec.msgpack.encode(self._reports))
-            while not self.ended.wait(self._reports[1]):
+                self.ranks.set(_KEY, msgspec.msgpack.encode(self.reports))
+            while True:
+                self._call(filter(self._is_new, self.loop.roster.driven(None)), self.reports)
+                if self.ended.wait(self.reports[1]):
+                    break
                 self._reporter.record()
                 if (step := self.loop.step) is not None:
                     self._look(step)
@@ -241,9 +248,21 @@ class HangWatch:
 
         A worker that replies is not stuck in another call.
         """
-        self._told = self._told.union(targets)
         question = WatchQuestion(hangs=reports)
-        return [call for target in targets for call in target.call("read_watch", question)]
+        calls = {target: target.call("read_watch", question) for target in targets}
+        self._calls |= calls
+        return list(chain.from_iterable(calls.values()))
+
+    def _is_new(self, target: Target) -> bool:
+        """Return whether a worker of a target has not been reached yet: the target was added since
+        the last poll, or a process of it had not joined then.
+        """
+        calls = self._calls.get(target)
+        if calls is None:
+            return True
+        # A busy worker gets no second call: it would find all of them when it has time.
+        is_answered = all(call.future.done() for call in calls)
+        return is_answered and any(call.error is not None for call in calls)
 
     def _ask(self) -> list[ProcessState]:
         """Return the states of this process and of all others, or their problems."""
@@ -251,9 +270,9 @@ class HangWatch:
         loop = self._reporter.state(0)
         make_folder(self.folder)
         write_json_atomically(path, loop, durable=False)
-        calls = self._call(self.loop.roster.driven(None), self._reports)
+        calls = self._call(self.loop.roster.driven(None), self.reports)
         request_ns = path.stat().st_mtime_ns
-        self.ended.wait(self._reports[1] + _ANSWER_S)
+        self.ended.wait(self.reports[1] + _ANSWER_S)
         others = {
             state.lane: state
             for state in self._states(calls, request_ns)

@@ -30,7 +30,7 @@ from verl_profiling.controller.rank_summaries import RankSummaries
 from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.spmd import Ranks
 from verl_profiling.controller.start_up import StartUp
-from verl_profiling.controller.worker_calls import Call, Postponed, Target, Worker
+from verl_profiling.controller.worker_calls import Call, Postponed, Target, Worker, WorkerLostError
 from verl_profiling.files.hang_stacks import HANGS
 from verl_profiling.files.step_summary import Period, RankUse, StepSummary
 from verl_profiling.identity import ProcessId, WorkerIdentity
@@ -39,6 +39,7 @@ from verl_profiling.settings.groups import WatchOptions
 from verl_profiling.watch.collectives import RecorderReading, with_lateness
 from verl_profiling.watch.experiment_trackers import RunLogs
 from verl_profiling.watch.log_writer import Listener, Log
+from verl_profiling.watch.process_recorder import note_death
 from verl_profiling.watch.process_sums import (
     STAGES_OF_A_STEP,
     StageSums,
@@ -297,7 +298,8 @@ class Watch:
             step.loop = [] if use is None else [use]
         to_read = [step for step in steps if self.options.every or step.captured]
         if to_read:
-            self._workers.read(to_read, ranks is None and self.recorders.due, left_s)
+            reports = None if self.hangs is None else self.hangs.reports
+            self._workers.read(to_read, ranks is None and self.recorders.due, reports, left_s)
 
     def _say_once(self, what: int, step: int, error: Exception) -> None:
         if what not in self._failed:
@@ -325,13 +327,18 @@ class WatchedWorkers:
         self._handshakes: dict[str, deque[Handshake]] = {}
 
     def read(
-        self, steps: Sequence[StepSummary], collectives: bool, left_s: Callable[[], float]
+        self,
+        steps: Sequence[StepSummary],
+        collectives: bool,
+        reports: tuple[str, float] | None,
+        left_s: Callable[[], float],
     ) -> None:
         """Read all workers into the steps; log late workers once, and leave them out.
 
         Args:
             steps: Summaries of the steps, which get the workers' stages.
             collectives: Whether the collectives that the workers entered are requested, too.
+            reports: ``HangWatch.reports``, for processes that were started again.
             left_s: Returns the remaining seconds to wait for replies.
         """
         times = _times_of(steps)
@@ -343,6 +350,7 @@ class WatchedWorkers:
                 steps=times,
                 offsets_ns=self._offsets_ns(),
                 collectives=collectives,
+                hangs=reports,
                 has_start=steps[0].is_start_up,
             )
             calls = [call for target in targets for call in target.call("read_watch", question)]
@@ -387,6 +395,8 @@ class WatchedWorkers:
         if not isinstance(reading, WatchReading):
             if call.error is not None and "ActorUnavailableError" in call.problem():
                 return False  # Ray restarts it
+            if isinstance(call.error, WorkerLostError) and call.error.pid:
+                note_death(call.worker.identity.lane(), call.error.pid, call.error.at_ns)
             if reading is not None or call.error is not None:
                 self._say(call, f"is not read: {call.problem()}")
             elif call.future.done() and self._has_stages(call.target):

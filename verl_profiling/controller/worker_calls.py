@@ -38,7 +38,14 @@ class WorkerLostError(ConnectionError):
     """A worker's process cannot be called any more, or not yet.
 
     The message is the end of a sentence about the process, e.g. ``has ended (pid 12)``.
+
+    Attributes:
+        pid: The process that has ended; 0 if there was none yet.
+        at_ns: When its end was seen (unix ns).
     """
+
+    pid: int = 0
+    at_ns: int = 0
 
 
 class Worker:

@@ -16,6 +16,9 @@ from verl_profiling.units import byte_size, duration
 SLOW_STEP, SLOW_STAGE, SLOW_SPAN = "slow_step", "slow_stage", "slow_span"
 LEADER, MEMORY = "leader", "memory"
 
+HELD = "held"
+"""Kind of memory (``Trigger.memory``): what a process's device holds; without one, the process."""
+
 
 def _of_step(_: Trigger, step: StepSummary) -> float | None:
     return step.seconds
@@ -41,12 +44,28 @@ def _of_leads(trigger: Trigger, step: StepSummary) -> float | None:
     return sum(leads_ns) / step.duration_ns
 
 
+def _of_memory(trigger: Trigger, step: StepSummary) -> float | None:
+    # A row is of the largest process of its role, so only that one's memory is known.
+    for row in step.memory:
+        if trigger.memory == HELD and [row.lane] == trigger.suspects:
+            return row.held_bytes
+        if row.processes == 1 and [row.lane] == trigger.suspects:
+            return row.kinds.get(trigger.memory)
+    return None
+
+
 def _unknown(_: Trigger, __: StepSummary) -> float | None:
     return None
 
 
 def _not_in_the_log(_: Trigger) -> str:
     return "it is not in the log"
+
+
+def _not_the_largest(trigger: Trigger) -> str:
+    if not trigger.suspects:
+        return _not_in_the_log(trigger)
+    return "in the last steps, the log has other processes of its role, which hold more"
 
 
 def _no_leader(trigger: Trigger) -> str:
@@ -101,7 +120,7 @@ SIGNS = {
         of_ranks=True,
         has_median=False,
     ),
-    MEMORY: Sign(_unknown, byte_size),
+    MEMORY: Sign(_of_memory, byte_size, _not_the_largest),
 }
 """Signs by their names in ``watch.trigger``, in ``Trigger.sign`` and in messages."""
 

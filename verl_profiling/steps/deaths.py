@@ -190,7 +190,7 @@ class _Story:
         key = gone.lane, gone.pid
         record = next((dead for dead in self._records if _key(dead) == key), None)
         if record is None:
-            return Death(step=self._step, what=f"{gone.lane} died, and its record is unreadable")
+            return Death(step=self._step, what=f"{gone.lane} died, and left no readable record")
         kind, what = "signal", f"killed by signal {gone.signal}"
         if record.role == ROLLOUT_ROLE:
             kind = "engine gone"

@@ -16,20 +16,20 @@ from msgspec.structs import replace
 
 from verl_profiling.files.host_use import KINDS, SHORT_OF_CPU, MachineUse, ProcessUse
 from verl_profiling.files.step_summary import RankUse, StepSummary
-from verl_profiling.files.watch_signs import MEMORY
+from verl_profiling.files.watch_signs import HELD, MEMORY
 from verl_profiling.settings.watch_thresholds import Anomaly
 from verl_profiling.units import byte_size
 from verl_profiling.watch.suspicion import Suspicion, healthiest
 
-_HELD, _STORE, _SHARED = "held", "store", "machine"
-_ORDER = (_STORE, KINDS[0], _HELD, *KINDS[1:], _SHARED)
+_STORE, _SHARED = "store", "machine"
+_ORDER = (_STORE, KINDS[0], HELD, *KINDS[1:], _SHARED)
 """Kinds of memory: of those that grow together, the first one is the holder.
 
 What a child or another process maps is in several of them.
 """
 
 _NAMES = {
-    _HELD: "memory of",
+    HELD: "memory of",
     "own": "host memory of",
     "pinned": "pinned memory of",
     "shared": "shared memory of",
@@ -159,7 +159,7 @@ class MemoryGrowth:
         # The loop comes last: a worker in its process says more, and has the same reading.
         for use in [*summary.workers, *summary.loop]:
             if use.held_bytes:
-                yield _Holder(use.lane, _HELD), use.held_bytes
+                yield _Holder(use.lane, HELD), use.held_bytes
             if use.host_use is None or use.host_use[0].at_ns in seen:
                 continue
             seen.add(use.host_use[0].at_ns)
@@ -187,7 +187,7 @@ class MemoryGrowth:
             f"{byte_size(grown)} since step {first.step}, to {byte_size(last.size)}"
         )
         machine = self._machines.get(cause.who)
-        if machine is not None and cause.kind != _HELD and machine.limit_bytes:
+        if machine is not None and cause.kind != HELD and machine.limit_bytes:
             left = machine.limit_bytes - machine.used_bytes
             steps = left * (last.step - first.step) // grown
             text += (
@@ -210,6 +210,7 @@ class MemoryGrowth:
             peers=healthiest(alike, suspects) if alike else [],
             value=float(last.size),
             median=float(first.size),
+            memory=cause.kind,
             history=[float(first.size), float(last.size)],
             reason=text,
             is_over=not suspects,  # a capture of processes would not show a machine's memory

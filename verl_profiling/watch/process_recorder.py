@@ -186,6 +186,14 @@ class ProcessRecorder:
         if not self._written_ns or self.folder.is_dir():  # not where the run was removed
             self._write()
 
+    def lost(self, lane: str, pid: int, at_ns: int) -> None:
+        """Write down the end of a process, once, whose connection closed: it may have ended before
+        it had a record.
+        """
+        if not any((gone.lane, gone.pid) == (lane, pid) for gone in self._record.gone):
+            self._record.gone.append(Gone(at_ns, lane, pid, _signal_of(pid)))
+            self._write()
+
     def _follow_peers(self) -> None:
         """Write down which watched processes of this machine die, until nobody reads any more."""
         poll = select.poll()
@@ -273,6 +281,12 @@ def note_failure(error: BaseException, stage: str = "", is_fatal: bool = False) 
     if _recorder is not None:
         with suppress(Exception):  # the user has to see the error itself
             _recorder.failed(error, stage, is_fatal)
+
+
+def note_death(lane: str, pid: int, at_ns: int) -> None:
+    """Write down that a process of this machine has ended, if this process has a record."""
+    if _recorder is not None:
+        _recorder.lost(lane, pid, at_ns)
 
 
 def _forget() -> None:

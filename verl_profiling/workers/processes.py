@@ -24,6 +24,7 @@ from weakref import WeakSet
 
 import msgspec
 
+from verl_profiling import clock
 from verl_profiling.controller.worker_calls import (
     Call,
     Target,
@@ -307,6 +308,7 @@ class _Member:
 
     def __init__(self, connection: Connection, pid: int) -> None:
         self.pid, self.ended = pid, False
+        self._ended_ns = 0
         self._connection = connection
         self._calls: SimpleQueue[tuple[str, tuple[Any, ...]] | None] = SimpleQueue()
         self._waiting: deque[Future[Any]] = deque()
@@ -342,14 +344,16 @@ class _Member:
             if not isinstance(error, EOFError | OSError):
                 logger.error("the replies of pid %d cannot be read: %s", self.pid, error)
         with self._lock:
-            self.ended = True
+            self.ended, self._ended_ns = True, clock.now_ns()
             self._calls.put(None)
             self._fail()
 
     def _fail(self) -> None:
         """Set an error on the calls without a reply, because the process has ended."""
         while self._waiting:
-            self._waiting.popleft().set_exception(WorkerLostError(f"has ended (pid {self.pid})"))
+            error = WorkerLostError(f"has ended (pid {self.pid})")
+            error.pid, error.at_ns = self.pid, self._ended_ns
+            self._waiting.popleft().set_exception(error)
 
 
 def join_callback(
