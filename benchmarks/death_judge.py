@@ -244,7 +244,8 @@ def run_once(kind: str) -> dict[str, Any]:
     _, who, what = KINDS[kind]
     begins = f"{who} went first" if who else "who went first is not known"
     is_right = said.startswith(begins) and (f": {what}: " in said or not who)
-    is_right = is_right and (f"step {DEATH}" in said or not who)
+    # of a process that wrote nothing, the step is that of its last reading, with its age
+    is_right = is_right and (f"step {DEATH}" in said or "last seen" in said or not who)
     return {"kind": kind, "right": is_right, "unknown": "not known" in said, "said": said}
 
 
