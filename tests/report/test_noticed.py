@@ -13,7 +13,7 @@ from verl_profiling.analysis import open_step
 from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.files.step_summary import Hang, StepSummary
+from verl_profiling.files.step_summary import Hang, RoleMemory, StepSummary
 from verl_profiling.watch.log_writer import WatchLog
 
 STEP = "step_000001"
@@ -104,3 +104,26 @@ def test_a_notice_whose_value_is_not_logged_is_no_usual_step(tmp_path: Path) -> 
         "Noticed in step 12: the memory of actor_rank1 has grown by 409 MB. Whether this step has "
         "it is not known: it is not in the log."
     )
+
+
+def test_memory_that_grew_is_told_in_bytes(tmp_path: Path) -> None:
+    """It takes no time of the step."""
+    leak = Trigger(
+        kind="anomaly",
+        sign="memory",
+        noticed=12,
+        suspects=["actor_rank1"],
+        value=4e8,
+        median=1e8,
+        memory="held",
+        reason="step 12: memory of actor_rank1 has grown by 300 MB",
+    )
+    steps = [summary(number, USUAL, captured=STEP * (number == 14)) for number in range(1, 15)]
+    steps[11].noticed = leak
+    steps[-1].memory = [RoleMemory(role="actor", lane="actor_rank1", held_bytes=460_000_000)]
+    [finding] = open_step(captured_run(tmp_path / "run", leak, steps)).report().findings
+    assert finding.text == (
+        "Memory is 460 MB, before 100 MB. Noticed in step 12: memory of actor_rank1 has grown by "
+        "300 MB."
+    )
+    assert finding.seconds == 0.0

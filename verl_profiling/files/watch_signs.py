@@ -63,7 +63,7 @@ def _not_in_the_log(_: Trigger) -> str:
 
 
 def _not_the_largest(trigger: Trigger) -> str:
-    if not trigger.suspects:
+    if not trigger.suspects or not trigger.memory:  # of a machine, or of an earlier version
         return _not_in_the_log(trigger)
     return "in the last steps, the log has other processes of its role, which hold more"
 

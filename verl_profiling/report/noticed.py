@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from verl_profiling.capture_request import Trigger
 from verl_profiling.files.step_summary import StepSummary
-from verl_profiling.files.watch_signs import LEADER, SIGNS, SLOW_STAGE, sign_of
+from verl_profiling.files.watch_signs import LEADER, MEMORY, SIGNS, SLOW_STAGE, sign_of
 from verl_profiling.numbers.report_columns import RequestedCapture
 from verl_profiling.report.finding_measures import Loss
 from verl_profiling.report.health import events, least_value
@@ -96,6 +96,9 @@ def _lasting(trigger: Trigger, value: float, step_s: float) -> Loss:
         lead = f"The lead of {listed(trigger.suspects)} in {trigger.stage or IN_NO_STAGE}"
         text = f"{lead} is {sign.text_of(value)}. {_noticed(trigger)}"
         return Loss(text, value * step_s, trigger.suspects)
+    if trigger.sign == MEMORY:  # bytes that are held cost no time by themselves
+        now = f"Memory is {sign.text_of(value)}, before {sign.text_of(usual)}"
+        return Loss(f"{now}. {_noticed(trigger)}", 0.0, trigger.suspects)
     name, per_call = "The step", ""
     if trigger.span:
         name, per_call = f"The span {trigger.span}", " a call"
