@@ -56,6 +56,9 @@ class HangWatch:
         ended: Set when training ends.
         hanging: The step that hangs, until it goes on.
         is_left: Whether training ended in a step that hung; then its log line and files are kept.
+        told: What readings of the watch tell processes that were started again: :attr:`reports`,
+            between the first poll and the end. Before, a local worker would start a thread of its
+            own; after, a worker would start again.
     """
 
     loop: Any  # controller.watch.Watch, which imports this module
@@ -66,6 +69,7 @@ class HangWatch:
     ended: threading.Event = field(default_factory=threading.Event)
     hanging: StepSummary | None = None
     is_left: bool = False
+    told: tuple[str, float] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
     _calls: dict[Target, list[Call]] = field(default_factory=dict)
@@ -86,6 +90,7 @@ class HangWatch:
         the one here logs that a hang of the last step is over.
         """
         self.ended.set()
+        self.told = None
         thread = self._thread  # it sets the attribute to None when no step is open
         if thread is not None:
             thread.join(_ANSWER_S)
@@ -106,6 +111,8 @@ class HangWatch:
         if self._reporter.recorder is not None:
             self._reporter.recorder.open_step = lambda: self.loop.step
         process_session().reporter = self._reporter  # local workers need no thread of their own
+        if not self.ended.is_set():
+            self.told = self.reports
         try:
             if self.ranks is not None:
                 self.ranks.set(_KEY, msgspec.msgpack.encode(self.reports))

@@ -281,7 +281,7 @@ class Watch:
             step.loop = [] if use is None else [use]
         to_read = [step for step in steps if self.options.every or step.captured]
         if to_read:
-            reports = None if self.hangs is None else self.hangs.reports
+            reports = None if self.hangs is None else self.hangs.told
             self._workers.read(to_read, ranks is None and self.recorders.due, reports, left_s)
 
     def _say_once(self, what: int, step: int, error: Exception) -> None:

@@ -64,7 +64,7 @@ class WatchedWorkers:
         Args:
             steps: Summaries of the steps, which get the workers' stages.
             collectives: Whether the collectives that the workers entered are requested, too.
-            reports: ``HangWatch.reports``, for processes that were started again.
+            reports: ``HangWatch.told``, for processes that were started again.
             left_s: Returns the remaining seconds to wait for replies.
         """
         times = times_of(steps)
