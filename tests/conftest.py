@@ -87,7 +87,8 @@ def _parts(folder: Path) -> list[str]:
         str(Path(inside, name))
         for inside, _, names in os.walk(folder)
         for name in names
-        if name.startswith(".") and ".part" in name
+        # a process that is ended while its record is written leaves a part of the record
+        if name.startswith(".") and ".part" in name and Path(inside).name != "processes"
     ]
 
 
