@@ -75,7 +75,9 @@ def device_table(steps: Sequence[StepSummary]) -> Table:
     headings = ("device memory", "stage", "at begin", "at end", "peak", "growth a step")
     table = table_of("", headings, texts=(1,))
     known = [step for step in steps if step.devices]
-    for row in known[-1].devices if known else ():
+    if not known:
+        return table
+    for row in known[-1].devices:
         sizes = (row.begin_bytes, row.end_bytes, row.peak_bytes)
         cells = [row.role, row.stage]
         cells += ["" if size is None else byte_size(size) for size in sizes]

@@ -42,8 +42,9 @@ def statuses_of(inputs: StepInputs) -> LaterStatuses:
     An example is ``filtered``, which a loop sets on a group of samples that it drops.
     """
     latest: LaterStatuses = {}
-    for change in inputs.manifest.statuses if inputs.manifest else ():
-        latest[change.group, change.sample] = (change.at_ns, change.status)
+    if inputs.manifest is not None:
+        for change in inputs.manifest.statuses:
+            latest[change.group, change.sample] = (change.at_ns, change.status)
     calls = [(partial(_statuses_in, source), [source]) for source in inputs.logs]
     for statuses in results(calls, inputs.ray):
         if not isinstance(statuses, TraceFormatError):
