@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from verl_profiling.files.step_summary import Period, RankUse, StepSummary
-from verl_profiling.settings.watch_thresholds import Anomaly
+from verl_profiling.settings.config import Anomaly
 from verl_profiling.watch.process_sums import packed_stages
 from verl_profiling.watch.sign_tests import Detector
 from verl_profiling.watch.stage_numbers import exposed

@@ -3,7 +3,7 @@
 A page says what belongs between two comments, and this script puts it there as plain Markdown,
 which every reader renders::
 
-    <!-- table: verl_profiling.settings.config:Schedule schedule. -->
+    <!-- table: verl_profiling.settings.schedule:Schedule schedule. -->
     <!-- file: ../tests/tools/example_tool.py python -->
     <!-- results: hooks -->
     <!-- ratios: results.json -->

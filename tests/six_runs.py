@@ -23,7 +23,7 @@ from verl_profiling.files.run_files import write_json_atomically
 from verl_profiling.files.step_summary import Hang, RankUse, StepSummary
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RUN_NAME, RunInfo
-from verl_profiling.settings.watch_thresholds import Anomaly
+from verl_profiling.settings.config import Anomaly
 from verl_profiling.watch.collectives import RecorderReading
 from verl_profiling.watch.log_writer import WatchLog
 

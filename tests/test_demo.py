@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_profiling.commands import EXIT_BAD_INPUT
+from verl_profiling.cli import EXIT_BAD_INPUT
 
 pytest.importorskip("torch", reason="torch is not installed; `make env` builds an environment")
 

@@ -27,7 +27,7 @@ from verl_profiling.numbers import report_columns
 from verl_profiling.numbers.idle_causes import CAUSES
 from verl_profiling.report import model
 from verl_profiling.report.findings import FINDINGS
-from verl_profiling.settings.config import load_tool
+from verl_profiling.settings.roles import load_tool
 from verl_profiling.tools import TOOLS
 from verl_profiling.tools.base import NoOptions
 from verl_profiling.workers import CaptureMixin

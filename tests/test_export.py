@@ -15,8 +15,7 @@ import pytest
 from drawn_logs import MS, Drawn
 from step_folders import build_step, rewrite, rewrite_worker
 
-from verl_profiling.cli import main
-from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
+from verl_profiling.cli import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK, main
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import StageSpan, StepSpan

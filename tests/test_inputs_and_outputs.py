@@ -18,8 +18,7 @@ from conftest import disk_of
 from step_folders import build_step, rewrite
 
 from verl_profiling.analysis import open_run, open_step, open_steps
-from verl_profiling.cli import main
-from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
+from verl_profiling.cli import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK, main
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.run_files import write_json_atomically
 from verl_profiling.identity import ProcessId

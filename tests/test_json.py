@@ -15,8 +15,7 @@ from drawn_summaries import summary
 from step_folders import build_step, rewrite
 from test_top import write_run
 
-from verl_profiling.cli import main
-from verl_profiling.commands import COMMANDS, EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
+from verl_profiling.cli import COMMANDS, EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK, main
 from verl_profiling.manifest import NsysRange, StageSpan
 from verl_profiling.watch.log_writer import WatchLog
 

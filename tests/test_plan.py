@@ -12,7 +12,7 @@ from example_loops import settings
 from verl_profiling.cli import main
 from verl_profiling.commands.doctor import examine_machine
 from verl_profiling.commands.plan import load_config
-from verl_profiling.settings.config import Action, planned_captures
+from verl_profiling.settings.schedule import Action, planned_captures
 from verl_profiling.tools import TOOLS
 
 

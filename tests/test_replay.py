@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from tests.agent_load import TOOL_S, record_load
-from verl_profiling.cli import main
-from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_OK
+from verl_profiling.cli import EXIT_BAD_INPUT, EXIT_OK, main
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.integrations.replay import ordinary_tokens
 

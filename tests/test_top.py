@@ -25,8 +25,7 @@ from rich.console import Console, RenderableType
 from step_folders import build_step, rewrite
 
 from verl_profiling.capture_request import Trigger
-from verl_profiling.cli import main
-from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
+from verl_profiling.cli import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK, main
 from verl_profiling.commands.top import LiveRun
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.run_files import write_json_atomically

@@ -16,7 +16,7 @@ from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.engines.replica import make_recorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.settings.groups import RoleConfig
+from verl_profiling.settings.roles import RoleConfig
 from verl_profiling.workers import RewardCaptureMixin
 
 ACTOR = WorkerIdentity(role="actor")

@@ -29,8 +29,8 @@ from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_log import read_watch_log
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import Manifest, RunInfo
-from verl_profiling.settings.config import Decision, StepRange
-from verl_profiling.settings.watch_thresholds import Anomaly
+from verl_profiling.settings.config import Anomaly
+from verl_profiling.settings.schedule import Decision, StepRange
 from verl_profiling.watch.collectives import RecorderReading
 from verl_profiling.watch.log_writer import WatchLog
 from verl_profiling.watch.stage_numbers import exposed

@@ -30,7 +30,7 @@ from verl_profiling.controller.anomalies import Anomalies
 from verl_profiling.controller.run import Run
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.manifest import Manifest
-from verl_profiling.settings.config import Decision, StepRange
+from verl_profiling.settings.schedule import Decision, StepRange
 
 
 def wait_until(holds: Callable[[], object], seconds: float = 30.0) -> None:

@@ -14,7 +14,7 @@ from verl_profiling.engines import recorder as recorders
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.settings.groups import RolloutOptions
+from verl_profiling.settings.config import RolloutOptions
 from verl_profiling.steps.nsys import read_ranges
 from verl_profiling.tools import nsys
 from verl_profiling.tools.nsys import NsysOptions, NsysTool, Ranges, nsys_variables

@@ -20,7 +20,7 @@ from verl_profiling.engines.vllm import (
     profiler_variables,
 )
 from verl_profiling.engines.vllm_requests import _REFUSED
-from verl_profiling.settings.groups import RolloutOptions
+from verl_profiling.settings.config import RolloutOptions
 from verl_profiling.tools.nsys import NsysOptions, NsysTool
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 

@@ -11,8 +11,7 @@ import pytest
 
 from tests.agent_load import record_load
 from tests.engines.server import SGLANG_ON_CPU
-from verl_profiling.cli import main
-from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_OK
+from verl_profiling.cli import EXIT_BAD_INPUT, EXIT_OK, main
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.integrations.replay import SGLangServer, VLLMServer
 

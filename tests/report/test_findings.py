@@ -15,8 +15,7 @@ from step_folders import rewrite, rewrite_worker
 
 from verl_profiling.analysis import open_step
 from verl_profiling.capture_request import Trigger
-from verl_profiling.cli import main
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK
+from verl_profiling.cli import EXIT_FINDING, EXIT_OK, main
 from verl_profiling.files.process_record import ProcessRecord
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.files.step_summary import ExposedStage, StepSummary

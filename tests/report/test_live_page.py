@@ -19,8 +19,7 @@ from six_runs import RUNS, drawn, write
 from step_folders import build_step
 
 from verl_profiling import ProfilingCallback, stage
-from verl_profiling.cli import main
-from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_OK
+from verl_profiling.cli import EXIT_BAD_INPUT, EXIT_OK, main
 from verl_profiling.commands.run_server import RunServer
 from verl_profiling.files.mirror import Mirror
 from verl_profiling.files.step_summary import StepSummary

@@ -11,8 +11,7 @@ from step_folders import rewrite
 
 from verl_profiling.analysis import open_step
 from verl_profiling.capture_request import Trigger
-from verl_profiling.cli import main
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK
+from verl_profiling.cli import EXIT_FINDING, EXIT_OK, main
 from verl_profiling.files.step_summary import Hang, RoleMemory, StepSummary
 from verl_profiling.watch.log_writer import WatchLog
 

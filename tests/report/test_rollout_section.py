@@ -14,8 +14,7 @@ from step_folders import read_events, rewrite, rewrite_worker
 
 from verl_profiling.analysis import open_step
 from verl_profiling.capture_request import Trigger
-from verl_profiling.cli import main
-from verl_profiling.commands import EXIT_OK
+from verl_profiling.cli import EXIT_OK, main
 from verl_profiling.files.trajectory_log import Counted, StatusChange
 from verl_profiling.manifest import POLLING, Request
 from verl_profiling.numbers.report_columns import CounterRow, Polling

@@ -18,8 +18,7 @@ from drawn_summaries import MS, STAGES, summary
 from html_elements import Elements
 from step_folders import build_step
 
-from verl_profiling.cli import main
-from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
+from verl_profiling.cli import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK, main
 from verl_profiling.files.run_files import write_json_atomically
 from verl_profiling.files.step_summary import RankUse, SpanTotal, StepSummary
 from verl_profiling.files.watch_log import WATCH_LOG

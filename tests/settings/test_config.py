@@ -14,8 +14,9 @@ from omegaconf import OmegaConf
 
 import verl_profiling
 from verl_profiling import ConfigError, ProfilingConfig
-from verl_profiling.settings.config import RoleOverride, Schedule, Selection
-from verl_profiling.settings.groups import Limits, Timeouts
+from verl_profiling.settings.config import Timeouts
+from verl_profiling.settings.roles import Limits, RoleOverride, Selection
+from verl_profiling.settings.schedule import Schedule
 
 GROUP = Path(verl_profiling.__file__).parent / "conf" / "profiling"
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_profiling import ConfigError
-from verl_profiling.settings.config import Action, Schedule, StepRange
+from verl_profiling.settings.schedule import Action, Schedule, StepRange
 
 LETTERS = {Action.OFF: ".", Action.WARMUP: "w", Action.RECORD: "R"}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl_profiling import ProfilingConfig
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.settings.config import RoleConfig
+from verl_profiling.settings.roles import RoleConfig
 
 SIZES = {"tp": 2, "pp": 4, "dp": 2}
 

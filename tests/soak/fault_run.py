@@ -25,7 +25,7 @@ from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import MANIFEST_NAME
-from verl_profiling.settings.groups import RolloutOptions
+from verl_profiling.settings.config import RolloutOptions
 from verl_profiling.steps.check import check
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 from verl_profiling.workers import CaptureMixin

@@ -15,7 +15,7 @@ from quiet_steps import summary
 from verl_profiling.cli import main
 from verl_profiling.files.device_clocks import Clocks, DeviceClock
 from verl_profiling.files.host_use import MachineUse, ProcessUse
-from verl_profiling.settings.watch_thresholds import Anomaly
+from verl_profiling.settings.config import Anomaly
 from verl_profiling.watch.sign_tests import Detector
 
 UUID = "6ae1ee18-5f0e-4e0b-bd0e-4d1c5ad4e3a1"

@@ -16,7 +16,7 @@ from quiet_steps import summary
 from verl_profiling.files import host_use
 from verl_profiling.files.host_use import HostReader, MachineUse, ProcessUse, machine_use, unread
 from verl_profiling.files.step_summary import RankUse, StepSummary
-from verl_profiling.settings.watch_thresholds import Anomaly
+from verl_profiling.settings.config import Anomaly
 from verl_profiling.watch.sign_tests import Detector
 from verl_profiling.watch.suspicion import Suspicion
 

@@ -26,7 +26,7 @@ from verl_profiling import (
 from verl_profiling.capture.session import Session, process_session
 from verl_profiling.cli import main
 from verl_profiling.files.step_summary import Idle, RankUse, SpanTotal, StepSummary
-from verl_profiling.report.watch_sentences import waits
+from verl_profiling.report.phrases import waits
 from verl_profiling.trajectories import count
 from verl_profiling.watch.idle import idle_in, made_in
 from verl_profiling.watch.log_writer import WatchLog, values_of

@@ -16,7 +16,7 @@ import pytest
 from quiet_steps import CONTROLLER, MS, RANKS, USUAL, longer, summary, with_stages
 
 from verl_profiling.files.step_summary import RankUse, SpanTotal, StepSummary
-from verl_profiling.settings.watch_thresholds import Anomaly
+from verl_profiling.settings.config import Anomaly
 from verl_profiling.watch.sign_tests import Detector
 from verl_profiling.watch.stage_numbers import exposed
 from verl_profiling.watch.suspicion import Suspicion

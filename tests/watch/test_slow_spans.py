@@ -13,7 +13,7 @@ from quiet_steps import CONTROLLER, MS, with_stages
 
 from verl_profiling.controller.anomalies import Anomalies
 from verl_profiling.files.step_summary import RankUse, SpanTotal, StepSummary
-from verl_profiling.settings.watch_thresholds import Anomaly
+from verl_profiling.settings.config import Anomaly
 from verl_profiling.watch.collectives import RecorderReading
 from verl_profiling.watch.sign_tests import Detector
 from verl_profiling.watch.stage_numbers import exposed

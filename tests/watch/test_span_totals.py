@@ -17,8 +17,7 @@ import pytest
 
 from verl_profiling import ProfilingCallback, clock, span, stage, trajectory
 from verl_profiling.capture.session import Session
-from verl_profiling.cli import main
-from verl_profiling.commands import EXIT_OK
+from verl_profiling.cli import EXIT_OK, main
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.files.step_summary import OTHERS, RankUse, SpanTotal, StepSummary
 from verl_profiling.files.watch_log import WatchLogReader

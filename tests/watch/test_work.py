@@ -18,7 +18,7 @@ from verl_profiling.capture.stage_spans import add_work
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Work
-from verl_profiling.settings.watch_thresholds import Anomaly
+from verl_profiling.settings.config import Anomaly
 from verl_profiling.watch.process_sums import WatchQuestion
 from verl_profiling.watch.sign_tests import Detector
 from verl_profiling.watch.stage_numbers import exposed

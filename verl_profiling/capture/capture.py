@@ -30,7 +30,7 @@ from verl_profiling.manifest import (
     ToolSpan,
     worst_status,
 )
-from verl_profiling.settings.groups import RoleConfig
+from verl_profiling.settings.roles import RoleConfig
 from verl_profiling.tools import Destination, Output, Recording, Tool
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from verl_profiling.files.opener import appended, make_folder
 from verl_profiling.files.remote import Upload, copy_line
 from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.manifest import Artifact
-from verl_profiling.settings.groups import AfterHook
+from verl_profiling.settings.config import AfterHook
 from verl_profiling.tools import Output
 from verl_profiling.units import visible
 

@@ -16,7 +16,7 @@ from verl_profiling.files.opener import make_folder, make_private_folder
 from verl_profiling.files.remote import Upload
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult
-from verl_profiling.settings.groups import RoleConfig
+from verl_profiling.settings.roles import RoleConfig
 
 StartStatus = Literal["recording", "armed", "joined", "skipped", "refused"]
 

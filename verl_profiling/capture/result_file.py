@@ -25,7 +25,8 @@ from verl_profiling.manifest import (
     finite_numbers,
     with_artifacts,
 )
-from verl_profiling.settings.groups import AfterHook, RoleConfig
+from verl_profiling.settings.config import AfterHook
+from verl_profiling.settings.roles import RoleConfig
 
 logger = logging.getLogger(__name__)
 

@@ -42,8 +42,8 @@ from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.files.engine_marks import MarkReader
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
-from verl_profiling.settings.config import ProfilingConfig, RoleConfig
-from verl_profiling.settings.groups import TRAJECTORIES, WatchOptions
+from verl_profiling.settings.config import ProfilingConfig, WatchOptions
+from verl_profiling.settings.roles import TRAJECTORIES, RoleConfig
 from verl_profiling.tools import Tool
 from verl_profiling.trajectories.spans import total_spans
 from verl_profiling.watch.hangs import HangReporter, in_background

@@ -19,7 +19,7 @@ import msgspec
 from rich.console import Console
 
 from verl_profiling.analysis import saved_report
-from verl_profiling.commands import BETWEEN_SIDES
+from verl_profiling.cli import BETWEEN_SIDES
 from verl_profiling.commands.common import (
     StepByStep,
     add_communication,

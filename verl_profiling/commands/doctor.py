@@ -21,7 +21,7 @@ from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.files.device_clocks import unread_clocks
 from verl_profiling.files.host_use import cpu_pressure, unread
 from verl_profiling.files.machine import injected_cupti, memory_limit
-from verl_profiling.settings.config import load_tool
+from verl_profiling.settings.roles import load_tool
 from verl_profiling.tools import TOOLS
 from verl_profiling.units import byte_size
 

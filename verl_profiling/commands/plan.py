@@ -20,14 +20,9 @@ from verl_profiling.errors import ConfigError
 from verl_profiling.files.opener import read_small
 from verl_profiling.identity import ROLLOUT_ROLE, step_folder_name
 from verl_profiling.level_shifts import noticed_from
-from verl_profiling.settings.config import (
-    MOST_CAPTURES,
-    ProfilingConfig,
-    RoleConfig,
-    RoleOverride,
-    planned_captures,
-)
-from verl_profiling.settings.groups import WatchOptions
+from verl_profiling.settings.config import ProfilingConfig, WatchOptions
+from verl_profiling.settings.roles import RoleConfig, RoleOverride
+from verl_profiling.settings.schedule import MOST_CAPTURES, planned_captures
 from verl_profiling.tools import Tool
 from verl_profiling.units import step_list
 

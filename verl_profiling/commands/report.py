@@ -38,6 +38,7 @@ from verl_profiling.report.findings import OWN_COST, USUAL
 from verl_profiling.report.hand_offs import hand_off_sentence
 from verl_profiling.report.health import events
 from verl_profiling.report.model import Report
+from verl_profiling.report.phrases import counted
 from verl_profiling.report.run_table import print_run
 from verl_profiling.report.tables import TABLES
 from verl_profiling.report.terminal import print_report
@@ -51,7 +52,6 @@ from verl_profiling.report.watch_frame import (
     watch_frame,
     watch_sentence,
 )
-from verl_profiling.report.watch_sentences import counted
 from verl_profiling.steps.deaths import attempts_of
 from verl_profiling.steps.inputs import how_to_capture, is_uncaptured, the_run
 from verl_profiling.units import visible, visible_text_of

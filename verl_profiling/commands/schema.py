@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.commands import COMMANDS, module_of
+from verl_profiling.cli import COMMANDS, module_of
 from verl_profiling.commands.common import add_json, print_json
 from verl_profiling.errors import ConfigError
 

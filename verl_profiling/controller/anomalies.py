@@ -20,8 +20,8 @@ from verl_profiling.files.step_summary import ROLLOUT, RankUse, StepSummary
 from verl_profiling.files.watch_signs import sign_of
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import Manifest
-from verl_profiling.settings.config import Decision, StepRange
-from verl_profiling.settings.watch_thresholds import Anomaly
+from verl_profiling.settings.config import Anomaly
+from verl_profiling.settings.schedule import Decision, StepRange
 from verl_profiling.watch.collectives import ASKED_STEPS, RecorderReading
 from verl_profiling.watch.sign_tests import Detector
 from verl_profiling.watch.suspicion import Suspicion

@@ -30,7 +30,8 @@ from verl_profiling.controller.worker_calls import Waits
 from verl_profiling.errors import ProfilingError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CaptureResult, StepSpan
-from verl_profiling.settings.config import Action, Decision, ProfilingConfig
+from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.settings.schedule import Action, Decision
 from verl_profiling.units import visible
 
 LAST_READ_S = 5.0  # for the watch's last calls: training may have ended because a worker hangs

@@ -48,7 +48,8 @@ from verl_profiling.files.opener import LocalFolder, make_folder
 from verl_profiling.files.remote import RemoteFolder, is_url
 from verl_profiling.identity import WorkerIdentity, process_rank
 from verl_profiling.manifest import Manifest
-from verl_profiling.settings.config import Action, Decision, ProfilingConfig, Schedule, StepRange
+from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.settings.schedule import Action, Decision, Schedule, StepRange
 from verl_profiling.units import visible
 
 logger = logging.getLogger(__name__)

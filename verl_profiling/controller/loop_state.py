@@ -34,7 +34,7 @@ from verl_profiling.manifest import (
     StepSpan,
     finite_numbers,
 )
-from verl_profiling.settings.config import Decision, Schedule
+from verl_profiling.settings.schedule import Decision, Schedule
 from verl_profiling.tools.trajectories import statuses_between
 from verl_profiling.trajectories.spans import later_statuses
 from verl_profiling.units import step_list

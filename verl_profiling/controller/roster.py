@@ -19,7 +19,7 @@ from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.manifest import CaptureResult, StageSpan
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.groups import TRAJECTORIES
+from verl_profiling.settings.roles import TRAJECTORIES
 from verl_profiling.tools import TOOLS
 
 logger = logging.getLogger(__name__)

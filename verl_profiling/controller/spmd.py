@@ -27,7 +27,8 @@ from verl_profiling.controller.run_claim import RunPlace
 from verl_profiling.controller.worker_calls import Target
 from verl_profiling.identity import ProcessId, WorkerIdentity, process_rank
 from verl_profiling.manifest import CaptureResult, HostClock, StageSpan
-from verl_profiling.settings.config import Decision, ProfilingConfig
+from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.settings.schedule import Decision
 
 logger = logging.getLogger(__name__)
 

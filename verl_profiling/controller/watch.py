@@ -32,7 +32,7 @@ from verl_profiling.files.hang_stacks import HANGS
 from verl_profiling.files.step_summary import RankUse, StepSummary
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import finite_numbers
-from verl_profiling.settings.groups import WatchOptions
+from verl_profiling.settings.config import WatchOptions
 from verl_profiling.watch.collectives import RecorderReading, with_lateness
 from verl_profiling.watch.experiment_trackers import RunLogs
 from verl_profiling.watch.log_writer import Listener, Log

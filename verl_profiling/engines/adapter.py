@@ -23,8 +23,8 @@ from verl_profiling.capture.protocol import CaptureStart, cannot_be_had
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.settings.config import ProfilingConfig, RoleConfig
-from verl_profiling.settings.groups import RolloutOptions
+from verl_profiling.settings.config import ProfilingConfig, RolloutOptions
+from verl_profiling.settings.roles import RoleConfig
 from verl_profiling.tools import TOOLS, Tool
 from verl_profiling.tools.base import remove_folder
 

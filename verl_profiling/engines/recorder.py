@@ -33,7 +33,8 @@ from verl_profiling.manifest import (
     ToolSpan,
     worst_status,
 )
-from verl_profiling.settings.config import ProfilingConfig, RoleConfig
+from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.settings.roles import RoleConfig
 from verl_profiling.watch.process_sums import WatchQuestion, WatchReading
 
 logger = logging.getLogger(__name__)

@@ -34,8 +34,7 @@ from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailabl
 from verl_profiling.files.npu_folders import is_recording, rank_of_recording
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import BYTES_OF
-from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.groups import RolloutOptions
+from verl_profiling.settings.config import ProfilingConfig, RolloutOptions
 from verl_profiling.tools.base import Tool
 
 _PATCHES = "_apply_patches"  # SGLang before 0.5.23 calls it in torch_npu; later ones need none

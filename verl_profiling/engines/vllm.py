@@ -30,8 +30,7 @@ from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailabl
 from verl_profiling.files.npu_folders import is_recording
 from verl_profiling.files.opener import opened
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.groups import RolloutOptions
+from verl_profiling.settings.config import ProfilingConfig, RolloutOptions
 from verl_profiling.tools.base import Tool, imported
 from verl_profiling.tools.torch_profiler import TorchOptions
 

@@ -17,7 +17,7 @@ from verl_profiling.engines.adapter import EngineAdapter
 from verl_profiling.files.opener import make_folder, move_file
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, ToolSpan, expected_artifact
-from verl_profiling.settings.config import RoleConfig
+from verl_profiling.settings.roles import RoleConfig
 from verl_profiling.tools.base import EngineRanges, Output
 
 logger = logging.getLogger(__name__)

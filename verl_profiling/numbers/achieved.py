@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_profiling.files.iteration_names import UNKNOWN_TOKENS
+from verl_profiling.files.engine_iterations import UNKNOWN_TOKENS
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import NUMBER_BYTES, WEIGHT_SYNC, CaptureResult
 from verl_profiling.numbers.device_peaks import PEAK_OF

@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_profiling.files.iteration_names import UNKNOWN_TOKENS, Iteration
+from verl_profiling.files.engine_iterations import UNKNOWN_TOKENS, Iteration
 from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.numbers.idle_causes import CAUSES, partition, working_spans
 from verl_profiling.numbers.last_response import late_response

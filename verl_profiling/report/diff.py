@@ -26,13 +26,13 @@ from verl_profiling.numbers.report_columns import sum_of
 from verl_profiling.numbers.stage_rows import CAPTURE_CALLS
 from verl_profiling.report.console import fitting_console
 from verl_profiling.report.model import Report
+from verl_profiling.report.phrases import counted
 from verl_profiling.report.run_table import middle
 from verl_profiling.report.scaling import Scaling, scaling_of
 from verl_profiling.report.tables import cells, named, without_middle
 from verl_profiling.report.terminal import print_table
 from verl_profiling.report.verdict import Verdict, contradiction, verdict_of
 from verl_profiling.report.watch_frame import STEP, seconds_of, stage_seconds
-from verl_profiling.report.watch_sentences import counted
 from verl_profiling.steps.causes import joined_causes
 from verl_profiling.steps.start_up import StartUp
 from verl_profiling.steps.trajectory_columns import UNEXPLAINED

@@ -23,8 +23,8 @@ from verl_profiling.numbers.report_columns import (
     sum_of,
 )
 from verl_profiling.report.model import Report
+from verl_profiling.report.phrases import by_reason, counted
 from verl_profiling.report.summary_text import late_response
-from verl_profiling.report.watch_sentences import by_reason, counted
 from verl_profiling.slices.intervals import grouped
 from verl_profiling.steps.trajectory_columns import (
     BEFORE,

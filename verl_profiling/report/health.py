@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 from verl_profiling.capture_request import Trigger
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_signs import ran_in, sign_of
+from verl_profiling.report.phrases import counted, most_helpful, short_of_cpu
 from verl_profiling.report.run_table import trend_of
 from verl_profiling.report.watch_frame import IN_NO_STAGE, RunView, noticed_in
-from verl_profiling.report.watch_sentences import counted, most_helpful, short_of_cpu
 from verl_profiling.units import duration, listed
 
 _LATEST = 5  # steps whose median is the present value: one quick step is no recovery

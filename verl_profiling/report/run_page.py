@@ -20,6 +20,7 @@ from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.report.hand_offs import DEVICES, hand_off_sentence
 from verl_profiling.report.health import Event, Health, events, health
 from verl_profiling.report.html import document, figures_section, section, table
+from verl_profiling.report.phrases import number, waits
 from verl_profiling.report.run_steps import (
     LATEST,
     RunCapture,
@@ -32,7 +33,6 @@ from verl_profiling.report.step_bars import Bar, bars_section, merged
 from verl_profiling.report.summary_text import Figure
 from verl_profiling.report.tables import named, said, timed
 from verl_profiling.report.watch_frame import RunView, excess, slowest, tables_of
-from verl_profiling.report.watch_sentences import number, waits
 from verl_profiling.steps.deaths import Attempt
 from verl_profiling.steps.start_up import StartUp
 from verl_profiling.units import byte_size, duration, local_time, visible

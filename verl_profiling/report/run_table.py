@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
+from verl_profiling.report.phrases import sparkline
 from verl_profiling.report.tables import cells
 from verl_profiling.report.terminal import print_table
 from verl_profiling.report.watch_frame import STEP
-from verl_profiling.report.watch_sentences import sparkline
 from verl_profiling.units import duration
 
 _BARS = 20

@@ -12,7 +12,7 @@ from verl_profiling.numbers.report_columns import LinkRow
 from verl_profiling.report import finding_measures
 from verl_profiling.report.finding_measures import Loss
 from verl_profiling.report.model import Report
-from verl_profiling.report.watch_sentences import counted
+from verl_profiling.report.phrases import counted
 from verl_profiling.slices.intervals import grouped
 from verl_profiling.units import byte_size
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from verl_profiling.report.colours import stage_class
 from verl_profiling.report.html import section
-from verl_profiling.report.watch_sentences import axis_top
+from verl_profiling.report.phrases import axis_top
 from verl_profiling.units import duration, visible
 
 CAPTURED, NOTICED, HUNG = "▼", "●", "■"

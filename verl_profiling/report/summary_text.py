@@ -18,7 +18,7 @@ from verl_profiling.numbers.report_columns import (
     sum_of,
 )
 from verl_profiling.report.model import Report
-from verl_profiling.report.watch_sentences import counted, sparkline, waits
+from verl_profiling.report.phrases import counted, sparkline, waits
 from verl_profiling.slices.intervals import grouped
 from verl_profiling.units import duration, listed
 

@@ -18,6 +18,7 @@ from rich.text import Text
 from verl_profiling.report.console import WIDTH, fitting_console, table_of
 from verl_profiling.report.findings import calm
 from verl_profiling.report.model import Finding, Report
+from verl_profiling.report.phrases import counted, waits
 from verl_profiling.report.summary_text import (
     figures,
     request_sentences,
@@ -25,7 +26,6 @@ from verl_profiling.report.summary_text import (
     sentences,
 )
 from verl_profiling.report.tables import TABLES, Cell, cells, unshown, without_middle
-from verl_profiling.report.watch_sentences import counted, waits
 from verl_profiling.units import visible
 
 _FINDINGS = 2

@@ -25,7 +25,7 @@ from verl_profiling.level_shifts import MATTERS, Series, noticed_from
 from verl_profiling.manifest import MANIFEST_NAME, ManifestState, RunInfo
 from verl_profiling.report.console import WIDTH, table_of
 from verl_profiling.report.hand_offs import DEVICES, device_table, hand_off_sentence
-from verl_profiling.report.watch_sentences import axis_top, counted, short_of_cpu, sparkline, waits
+from verl_profiling.report.phrases import axis_top, counted, short_of_cpu, sparkline, waits
 from verl_profiling.steps.deaths import Death
 from verl_profiling.steps.inputs import step_folders
 from verl_profiling.steps.start_up import StartUp

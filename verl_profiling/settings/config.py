@@ -1,239 +1,288 @@
-"""The configuration and its schedule: frozen dataclasses, checked once when they are created."""
+"""The configuration: all settings but those of the schedule, of roles and of limits.
+
+Settings are frozen dataclasses, checked once when they are created.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import tempfile
 import typing
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from enum import Enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib import import_module
-from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from verl_profiling.capture_request import CaptureSelection, Trigger
+from verl_profiling.capture_request import CaptureSelection, Ranks, parse_ranks
 from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
 from verl_profiling.files.opener import real_folder
 from verl_profiling.files.remote import check_url, is_url
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.settings.groups import (
+from verl_profiling.settings.model_config import model_sizes
+from verl_profiling.settings.roles import (
     TRAJECTORIES,
-    AfterHook,
     Limits,
     Mode,
-    RemoteOptions,
     RoleConfig,
     RoleOverride,
-    RolloutOptions,
     Selection,
-    Timeouts,
-    WatchOptions,
     choose,
+    load_tool,
     with_selection,
 )
-from verl_profiling.settings.model_config import model_sizes
+from verl_profiling.settings.schedule import Schedule
 from verl_profiling.tools import TOOLS, Tool
-from verl_profiling.typed_values import NotNegative, Positive, build, field_types, value_of
+from verl_profiling.typed_values import (
+    NotNegative,
+    Positive,
+    Seconds,
+    build,
+    field_types,
+    value_of,
+)
 
-__all__ = [
-    "Mode",
-    "ProfilingConfig",
-    "RoleConfig",
-    "RoleOverride",
-    "Selection",
-    "Timeouts",
-    "load_tool",
-]
+__all__ = ["ProfilingConfig", "RoleConfig", "Schedule"]  # the names of docs/api.md
 
-MOST_CAPTURES = 10
-"""Number of listed captures for a run of unknown length."""
-_FAR = 100_000
-"""Number of steps that a plan looks at."""
-
-
-class Action(Enum):
-    """An action of the profiler in one step."""
-
-    OFF = "off"
-    WARMUP = "warmup"
-    RECORD = "record"
-
-
-@dataclass(frozen=True)
-class StepRange:
-    """The consecutive steps that one capture covers, both ends included.
-
-    Attributes:
-        first: First step; the step folder has its number.
-        last: Last step.
-        action: ``RECORD``, or ``WARMUP`` for a capture that is discarded.
-    """
-
-    first: int
-    last: int
-    action: Action = Action.RECORD
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The decision to capture one or more steps.
-
-    Attributes:
-        step_range: The steps to capture.
-        trigger: The requester of the capture, and the reason.
-        selection: Overrides of the settings, e.g. other ranks; ``None`` without overrides.
-    """
-
-    step_range: StepRange
-    trigger: Trigger
-    selection: CaptureSelection | None = None
+EVERY_RANK = "all"
+Ratio = Annotated[float, msgspec.Meta(gt=1, le=1_000_000)]
+Share = Annotated[float, msgspec.Meta(gt=0, lt=1)]
+Growth = Annotated[float, msgspec.Meta(gt=0, le=1_000_000)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """Chooses steps in one of three ways: listed, every N, or in cycles.
-
-    Cycles have the meaning of ``torch.profiler.schedule``, counted in RL steps: after
-    ``skip_first`` steps, each cycle waits, warms up and records; ``repeat`` cycles in all.
-    With nothing set, every step from 1 on is captured.
+class Timeouts:
+    """Timeouts of the callback for workers, in seconds. A worker that needs longer is ``failed``.
 
     Attributes:
-        steps: Steps to capture; may be empty with ``watch.enable``. Excludes ``every`` and the
-            cycle fields.
-        every: Captures the steps divisible by this number, 0 included. Excludes the cycle fields.
-        skip_first: Steps before the first cycle, from step 1 on.
-        wait: Steps of a cycle that are not profiled.
-        warmup: Steps of a cycle with a discarded recording.
-        active: Steps of a cycle that are captured.
-        repeat: Number of cycles; 0 for no end.
-        continuous: Consecutive captured steps form one capture.
+        start_s: Time for a capture to start.
+        stop_s: Time for a capture to stop, including the export of the trace.
+        finish_s: Time at the end of the run for workers that missed ``stop_s``, and the same time
+            again for compression in the background.
     """
 
-    steps: tuple[NotNegative, ...] | None = None
-    every: Positive | None = None
-    skip_first: NotNegative = 0
-    wait: NotNegative = 0
-    warmup: NotNegative = 0
-    active: Positive = 1
-    repeat: NotNegative = 0
-    continuous: bool = False
+    start_s: Seconds = 60.0
+    stop_s: Seconds = 600.0
+    finish_s: Seconds = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteOptions:
+    """Uploads, where ``save_path`` is a URL.
+
+    Attributes:
+        staging: Folder on each host in which files wait for their upload; ``None``: a folder of the
+            user in the system's temporary folder.
+        retry_s: Seconds for which a failed upload is retried. After that, the file stays in
+            ``staging``.
+    """
+
+    staging: str | None = None
+    retry_s: Seconds = 60.0
 
     def __post_init__(self) -> None:
-        ways = [name for name in self._given() if name != "continuous"]
-        if len(ways) > 1 and ways[0] in ("steps", "every"):
-            raise ConfigError(ways[0], f"excludes schedule.{ways[1]}; remove one of them")
-        if self.continuous and self.records_every_step:
+        if self.staging is not None and not Path(self.staging).is_absolute():
             raise ConfigError(
-                "continuous", "would be one capture without an end; bound it with steps or repeat"
+                "staging", f"{self.staging!r} must be an absolute path, because all hosts use it"
             )
 
-    def _given(self) -> dict[str, Any]:
-        """Return the settings that differ from their defaults, by name."""
-        given = {}
-        for setting in fields(self):
-            value = getattr(self, setting.name)
-            if value != setting.default:
-                given[setting.name] = value
-        return given
-
     @property
-    def records_every_step(self) -> bool:
-        """Whether every step after ``skip_first`` is captured."""
-        if self.every is not None:
-            return self.every == 1
-        return self.steps is None and self.wait == self.warmup == self.repeat == 0
+    def staging_folder(self) -> Path:
+        """The staging folder on this host."""
+        return Path(
+            self.staging or f"{tempfile.gettempdir()}/verl-profiling-{os.getuid()}"
+        ).absolute()
 
-    @cached_property
-    def _listed(self) -> frozenset[int]:
-        return frozenset(self.steps or ())
 
-    def action(self, step: int) -> Action:
-        """Return the profiler's action in ``step``."""
-        if self.steps is not None:
-            return Action.RECORD if step in self._listed else Action.OFF
-        if self.every is not None:
-            return Action.RECORD if step >= 0 and step % self.every == 0 else Action.OFF
-        index = step - 1 - self.skip_first
-        cycle, position = divmod(index, self.wait + self.warmup + self.active)
-        if index < 0 or (self.repeat and cycle >= self.repeat) or position < self.wait:
-            return Action.OFF
-        return Action.WARMUP if position < self.wait + self.warmup else Action.RECORD
+@dataclass(frozen=True, kw_only=True)
+class AfterHook:
+    """A command that runs in the background after a capture is written.
 
-    def in_words(self) -> str:
-        """Return the settings that differ from their defaults, e.g. ``schedule.every=10``."""
-        if self.steps == ():
-            return "schedule.steps is empty: only captures on request"
-        given = [f"schedule.{name}={value}" for name, value in self._given().items()]
-        return ", ".join(given) or "the schedule has every step from step 1 on"
+    Attributes:
+        command: Program and arguments; no shell. Environment variables describe the capture:
+            ``VERL_PROFILING_FOLDER``, and likewise ``..._RUN``, ``_STEP``, ``_ROLE``, ``_RANK`` and
+            ``_PID``.
+        when: ``capture``: after each capture. ``last``: once, after the last capture of the
+            schedule, or at the end of training.
+        roles: The roles whose processes run the command. The ``controller`` (the process of the
+            training loop) runs the command after the whole capture is written. A worker runs the
+            command after its own artifacts are written.
+        ranks: Ranks of these roles, written like ``select.ranks``. ``None``: the ranks that record.
+            ``all``: also the ranks that do not record.
+        timeout_s: Seconds after which the command and its child processes are terminated. If
+            files of the capture are not written within this time, it starts all the same.
+    """
 
-    def last_step(self, limit: int | None = None) -> int | None:
-        """Return the last step that may be captured; ``None`` for a schedule without an end.
+    command: tuple[str, ...] = ()
+    when: Literal["capture", "last"] = "capture"
+    roles: tuple[str, ...] = ("controller",)
+    ranks: Ranks = None
+    timeout_s: Seconds = 600.0
+
+    def __post_init__(self) -> None:
+        if not self.command or "\0" in "".join(self.command):
+            raise ConfigError("command", "must be a list of a program and its arguments")
+        if not self.roles:
+            raise ConfigError("roles", "is empty; leave it out for the controller")
+        if self.ranks != EVERY_RANK:
+            parse_ranks(self.ranks, "ranks")
+
+    def runs_on(self, role: str, rank: int, records: bool) -> bool:
+        """Return whether a process runs the command.
 
         Args:
-            limit: The last step of the loop, if known.
+            role: Role of the process.
+            rank: Rank of the process.
+            records: Whether the process records.
         """
-        ends = [] if limit is None else [limit]
-        if self.steps is not None:
-            ends.append(max(self.steps, default=0))
-        elif self.every is None and self.repeat:
-            cycle = self.wait + self.warmup + self.active
-            ends.append(self.skip_first + self.repeat * cycle)
-        return min(ends, default=None)
-
-    def step_range(self, step: int) -> StepRange | None:
-        """Return the capture that ``step`` belongs to, or ``None``."""
-        action = self.action(step)
-        if action is Action.OFF:
-            return None
-        first = last = step
-        while self.continuous and self.action(first - 1) is action:
-            first -= 1
-        while self.continuous and self.action(last + 1) is action:
-            last += 1
-        return StepRange(first, last, action)
+        if role not in self.roles:
+            return False
+        if self.ranks is None or self.ranks == EVERY_RANK:
+            return records or self.ranks is not None
+        return rank in (parse_ranks(self.ranks, "ranks") or ())
 
 
-def planned_captures(
-    schedule: Schedule, steps: int | None
-) -> tuple[list[tuple[int, int]], list[int], bool]:
-    """Return the captures, the warm-up steps, and whether more captures follow.
+_COUNT_WITH_STACKS = 10
+_MANY_WITH_STACKS = 100
 
-    A capture is a pair of its first and its last step. For a run of unknown length, the first
-    captures are returned.
 
-    Args:
-        schedule: The schedule.
-        steps: The last step of the loop, if known.
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions:
+    """The part of a rollout that its engine records.
+
+    An engine iteration is one forward pass of a whole batch. An iteration makes one token for each
+    decoding request, so iterations are not tokens.
+
+    Attributes:
+        start: Engine iterations before the begin of recording (vLLM).
+        count: Engine iterations to record; ``None`` for no limit, or for 10 with stacks or
+            by stage.
+        max_window_s: Seconds after which recording ends in any case; ``None`` for no limit.
+        stop_s: Timeout (s) of the engine's stop and of writing its traces; at most nine tenths of
+            ``timeouts.stop_s``, so that the result still reaches the callback.
+        requests: Log begin, first token, end and lengths of each request.
+        prompt_hashes: Log hashes of the blocks of each prompt, for a replay that shares prefixes.
+        profile_by_stage: Record ``count`` iterations of prefill, and as many of decode, each into a
+            trace of its own (SGLang).
+        merge_profiles: Let SGLang write one more file, with all ranks of the replica.
     """
-    captures: list[tuple[int, int]] = []
-    warm_ups: list[int] = []
-    last = schedule.last_step(steps)
-    most = MOST_CAPTURES if last is None else _FAR
-    candidates: Iterable[int] = count(
-        schedule.every or 1 + schedule.skip_first, schedule.every or 1
-    )
-    if schedule.steps is not None:
-        candidates = sorted(set(schedule.steps))
-    for step in islice(candidates, _FAR):
-        if last is not None and step > last:
-            return captures, warm_ups, False
-        if captures and step <= captures[-1][1]:
-            continue
-        step_range = schedule.step_range(step)
-        if step_range is None:
-            continue
-        if step_range.action is Action.WARMUP:
-            warm_ups.append(step)
-            continue
-        if len(captures) == most:
-            return captures, warm_ups, True
-        captures.append((step, step_range.last if last is None else min(step_range.last, last)))
-    return captures, warm_ups, schedule.steps is None
+
+    start: NotNegative = 0
+    count: Positive | None = None
+    max_window_s: Seconds | None = 30.0
+    stop_s: Seconds = 300.0
+    requests: bool = True
+    prompt_hashes: bool = False
+    profile_by_stage: bool = False
+    merge_profiles: bool = False
+
+    def with_count(self) -> RolloutOptions:
+        """Return these options with a limit on iterations, for a recording with stacks or by stage.
+
+        An idle engine polls with a million Python calls a second. Writing these calls takes far
+        longer than the calls themselves.
+        """
+        return self if self.count is not None else replace(self, count=_COUNT_WITH_STACKS)
+
+    def cautions(self, stacks: bool) -> list[str]:
+        """Return a warning that an engine's recording without a limit may kill the engine.
+
+        The list is empty if a time limit is set, or a low number of iterations.
+
+        Args:
+            stacks: Whether the tool records Python's stacks, which are far more events.
+        """
+        risky = (self.count or 0) > _MANY_WITH_STACKS if stacks else self.count is None
+        if self.max_window_s is not None or not risky:
+            return []
+        return [
+            f"rollout.max_window_s is null, and rollout.count is {self.count or 'null'}: a small "
+            "model has about 450 events an iteration and rank, with stacks 2,700. Each takes 1.4 "
+            "kB of the engine's memory when it stops, and engines were killed by this. Set "
+            "max_window_s, or a lower count"
+        ]
+
+    @property
+    def bounded(self) -> bool:
+        """Whether recording is limited to a window of iterations,
+        which may be beyond a short rollout.
+        """
+        return bool(self.start or self.count is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anomaly:
+    """Thresholds from which the watch requests a capture. ``None`` switches a threshold off.
+
+    Attributes:
+        slow_step: Approximate ratio of a slow step's duration to the median of the window;
+            ``null``: off.
+        slow_stage: Approximate ratio of a slow stage's exposed time to its median; ``null``: off.
+        slow_span: Approximate ratio of a span's mean time per call to its median; ``null``: off.
+        leader: Share of the step by which one process is slower than the others in a stage, in most
+            of five steps; ``null``: off.
+        memory: Share by which the memory of a holder grows steadily, in 14 readings or more;
+            ``null``: off.
+        window: Number of earlier steps to compare a step with; may exceed ``watch.steps``.
+        cooldown: Number of steps after a capture of the watch without further requests of the
+            watch.
+        max_captures: Maximum number of captures that the watch requests in a run.
+    """
+
+    slow_step: Ratio | None = 1.3
+    slow_stage: Ratio | None = 1.3
+    slow_span: Ratio | None = 1.5
+    leader: Share | None = 0.1
+    memory: Growth | None = 0.2
+    window: Annotated[int, msgspec.Meta(ge=3)] = 20
+    cooldown: NotNegative = 50
+    max_captures: NotNegative = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """Summaries of every step, and captures on request during the run.
+
+    Attributes:
+        enable: Switches the watch on.
+        steps: Number of steps whose summaries are kept.
+        every: Number of steps between readings of the workers; fewer if steps are long. Workers are
+            also read after every capture; with 0, only then.
+        trigger: Thresholds from which the watch requests a capture; ``null``: none.
+        hang_s: Minimum time without any progress after which a step hangs; longer in stages that
+            usually take more than a third of it.
+        first_hang_s: The same for stages whose usual duration is not known yet.
+        sinks: Trackers that get each step's numbers, notices, and reports of captures; add your own
+            to ``watch.listeners``.
+    """
+
+    enable: bool = False
+    steps: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 200
+    # 10: a reading costs the loop as much as ten summaries; steps over 0.1 s are read each second.
+    every: NotNegative = 10
+    trigger: Anomaly | None = None
+    hang_s: Seconds = 30.0
+    first_hang_s: Seconds = 600.0
+    sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] | None = None
+
+    def cautions(self, records_every_step: bool) -> list[str]:
+        """Return warnings about settings that have no effect.
+
+        Args:
+            records_every_step: Whether the schedule captures all steps.
+        """
+        if not self.enable and (self.trigger is not None or self.sinks is not None):
+            return ["watch.trigger and watch.sinks have no effect without watch.enable=true"]
+        if self.trigger is not None and records_every_step:
+            return [
+                "watch.trigger: never requests a capture, as the schedule captures every step, "
+                "and the watch does not judge captured steps; set schedule.steps=[] to capture "
+                "only on request, or schedule.every"
+            ]
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -500,29 +549,3 @@ def _expanded(key: str, path: str) -> str:
             key, f"{unknown[0]} in {path!r} has no value here; set it, or write the full path"
         )
     return expanded
-
-
-def load_tool(name: str, key: str = "tool") -> type[Tool]:
-    """Return the class of a tool.
-
-    Args:
-        name: A name from :data:`verl_profiling.tools.TOOLS`, or ``"package.module:Class"`` for
-            another tool.
-        key: Configuration key for error messages.
-
-    Raises:
-        ConfigError: There is no such tool.
-    """
-    location = TOOLS.get(name, name)
-    module_name, separator, class_name = location.partition(":")
-    if not separator:
-        raise ConfigError(
-            key, f"unknown tool {name!r}; {choices_hint(name, TOOLS)}, or 'package.module:Class'"
-        )
-    try:
-        tool = getattr(import_module(module_name), class_name)
-    except Exception as error:  # importing a module may raise anything
-        raise ConfigError(key, f"tool {name!r} cannot be imported: {error}") from error
-    if not (isinstance(tool, type) and issubclass(tool, Tool)):
-        raise ConfigError(key, f"{name!r} is not a subclass of verl_profiling.tools.Tool")
-    return tool

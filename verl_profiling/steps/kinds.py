@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from verl_profiling.errors import ConfigError
-from verl_profiling.files.iteration_names import parse_iteration
+from verl_profiling.files.engine_iterations import parse_iteration
 from verl_profiling.files.opener import UNDECODABLE
 from verl_profiling.steps.trace import Event
 

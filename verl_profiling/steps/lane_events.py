@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.files.iteration_names import attention_of, is_like_iteration, parse_iteration
+from verl_profiling.files.engine_iterations import attention_of, is_like_iteration, parse_iteration
 from verl_profiling.manifest import StageSpan
 from verl_profiling.slices.intervals import Ints, Spans, union
 from verl_profiling.slices.observed import Recording, extended

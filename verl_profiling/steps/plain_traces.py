@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.files.iteration_names import is_like_iteration
+from verl_profiling.files.engine_iterations import is_like_iteration
 from verl_profiling.files.npu_folders import RECORDING_SUFFIX, rank_of_recording
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.steps.databases import NO_DATABASE

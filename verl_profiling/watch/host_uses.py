@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from verl_profiling.files.host_use import KINDS, SHORT_OF_CPU, MachineUse, ProcessUse
 from verl_profiling.files.step_summary import RankUse, StepSummary
 from verl_profiling.files.watch_signs import HELD, MEMORY
-from verl_profiling.settings.watch_thresholds import Anomaly
+from verl_profiling.settings.config import Anomaly
 from verl_profiling.units import byte_size
 from verl_profiling.watch.suspicion import Suspicion, healthiest
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from verl_profiling.files.step_summary import RankUse, SpanTotal, StepSummary
 from verl_profiling.files.watch_signs import LEADER, SLOW_SPAN, SLOW_STAGE, SLOW_STEP
 from verl_profiling.level_shifts import LEAST_S, MATTERS, Series
-from verl_profiling.settings.watch_thresholds import Anomaly
+from verl_profiling.settings.config import Anomaly
 from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.units import duration
 from verl_profiling.watch.host_uses import HostUses, MemoryGrowth

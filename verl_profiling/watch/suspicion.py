@@ -21,7 +21,7 @@ from verl_profiling.files.watch_signs import LEADER, sign_of
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.level_shifts import LEAST_S, MATTERS, Series
 from verl_profiling.manifest import GC, WAIT, WEIGHT_SYNC
-from verl_profiling.settings.watch_thresholds import Anomaly
+from verl_profiling.settings.config import Anomaly
 from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.units import duration
 from verl_profiling.watch.stage_numbers import TIED, Standing, alone_ns, standings

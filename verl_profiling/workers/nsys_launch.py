@@ -14,7 +14,9 @@ from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.files.opener import make_folder
 from verl_profiling.identity import ROLLOUT_ROLE, safe_name
 from verl_profiling.manifest import NSYS_FOLDER
-from verl_profiling.settings.config import ProfilingConfig, RoleConfig, Schedule
+from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.settings.roles import RoleConfig
+from verl_profiling.settings.schedule import Schedule
 from verl_profiling.tools.nsys import _MISSING, NsysOptions, nsys_variables
 
 
