@@ -349,13 +349,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         scheduled_ns: First scheduling by the engine.
         first_token_ns: First token in the engine; if unknown, arrival of the first output.
         last_token_ns: Last token in the engine.
-        end_ns: End of the response.
+        end_ns: End of the response, or of its batch if ``ends_with_batch``.
         prompt_tokens: Length of the prompt.
         response_tokens: Length of the response.
         cached_tokens: Number of prompt tokens from the engine's prefix cache, if known.
         preemptions: Number of preemptions by the engine, if known.
         policy_version: Policy version at the begin of the request, if known.
         failed: Whether the request raised, was cancelled or was aborted.
+        ends_with_batch: Whether only the end of the response's batch is known, and not its own.
         prompt_blocks: A hash of each block of the prompt, with all blocks before it; empty unless
             the setting ``rollout.prompt_hashes`` is on.
     """
@@ -374,6 +375,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: Count | None = None
     policy_version: int | None = None
     failed: bool = False
+    ends_with_batch: bool = False
     prompt_blocks: tuple[int, ...] = ()
 
     def parts(self) -> list[tuple[RequestPart, int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from verl_profiling import ProfilingCallback
 from verl_profiling.analysis import CapturedStep
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
+from verl_profiling.errors import ConfigError
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.steps.inputs import find_steps
+from verl_profiling.workers import RequestLog, RolloutCaptureMixin
 
 LENGTHS = ((2, 5, 9), (3, 40))
 
@@ -124,3 +127,52 @@ def test_the_requests_switch_holds_for_own_engines(session: Session, tmp_path: P
         callback.on_step_end()
     [worker] = read_manifest(tmp_path / "step_000001").workers
     assert (worker.status, worker.requests) == ("ok", [])
+
+
+class BatchServer(RolloutCaptureMixin):
+    """Answers four short prompts and a long one in one call."""
+
+    def __init__(self, config: Any, reports_ends: bool) -> None:
+        self.requests = RequestLog()
+        self.reports_ends = reports_ends
+        self.init_capture(config, requests=self.requests)
+
+    def generate(self) -> None:
+        with self.requests.open() as batch:
+            ends_ns = []
+            for took_s in (0.02, 0.2):
+                time.sleep(took_s)
+                ends_ns.append(time.time_ns())
+            for tokens, end_ns in ((4, ends_ns[0]), (40, ends_ns[1]), *[(4, ends_ns[0])] * 3):
+                if self.reports_ends:
+                    batch.first_token_ns = batch.begin_ns + 1000
+                    batch.last_token_ns = end_ns
+                batch.close(4, tokens)
+
+
+@pytest.mark.parametrize("reports_ends", [True, False])
+def test_responses_of_a_batch_end_apart_or_have_no_latency(
+    reports_ends: bool, session: Session, tmp_path: Path
+) -> None:
+    """The long one holds the call, though all closed as it returned."""
+    config = {"enable": True, "save_path": str(tmp_path), "tool": "spans"}
+    server = BatchServer(config, reports_ends)
+    with ProfilingCallback(config) as callback:
+        callback.add_rollout(server)
+        callback.on_step_begin(1)
+        callback.on_rollout_begin()
+        server.generate()
+        callback.on_rollout_end()
+        callback.on_step_end()
+    [inputs] = find_steps(tmp_path / "step_000001")
+    step = CapturedStep(inputs)
+    report = step.report(keep_graph=True)
+    if not reports_ends:
+        assert report.tail.latency_s is None
+        with pytest.raises(ConfigError, match="whose ends are known"):
+            step.what_if(no_tail=80)
+        return
+    assert report.tail.latency_s.p50 < 0.15 < 0.2 < report.tail.latency_s.max
+    decode_us = sum(row.duration_us for row in report.critical_path if row.kind == "decode")
+    assert decode_us > 200_000
+    assert step.what_if(no_tail=80).predicted_us < report.span_us - 150_000

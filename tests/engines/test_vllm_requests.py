@@ -169,3 +169,6 @@ def test_a_batch_is_told_apart(
     assert {request.preemptions for request in noted} <= ({0, None} if statistics else {None})
     ends = [request.last_token_ns for request in noted]
     assert ends == (sorted(set(ends)) if statistics else [0] * 3)
+    assert [request.ends_with_batch for request in noted] == [not statistics] * 3
+    if statistics:
+        assert [request.end_ns for request in noted] == ends

@@ -220,7 +220,7 @@ def test_steps_without_what_other_resources_need_are_refused(tmp_path: Path) -> 
     for changes, said in (
         (
             {"replicas": 2},
-            "needs requests with tokens in the step, which a capture with rollout.requests has",
+            "needs requests with tokens and own ends in the step, as rollout.requests logs",
         ),
         (
             {"steps_ahead": 1},

@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from verl_profiling import clock
 from verl_profiling.files.engine_marks import stages_since
@@ -270,6 +271,7 @@ class OpenRequest(msgspec.Struct, eq=False):
     _first_output_ns: int = 0
     _closed: bool = False
     _refused: bool = False
+    _kept: list[Request] = []
 
     def __enter__(self) -> OpenRequest:
         if self._log.busy is not None:
@@ -281,6 +283,20 @@ class OpenRequest(msgspec.Struct, eq=False):
             self._log.busy.__exit__()
         if not self._closed:
             self.close(self.prompt_tokens, self.response_tokens, failed=kind is not None)
+        if len(self._kept) > 1:
+            self._end_apart()
+
+    def _end_apart(self) -> None:
+        """Let each response of a batch end with its last token: all closed as the call returned.
+
+        The response with the latest token holds the call until then.
+        """
+        last_ns = [request.last_token_ns for request in self._kept]
+        for request in self._kept:
+            if not request.last_token_ns:
+                force_setattr(request, "ends_with_batch", True)
+            elif request.last_token_ns < max(last_ns) or not all(last_ns):
+                force_setattr(request, "end_ns", request.last_token_ns)
 
     def first_token(self) -> None:
         """Record the arrival of the first output; later calls have no effect."""
@@ -295,7 +311,8 @@ class OpenRequest(msgspec.Struct, eq=False):
     def close(self, prompt_tokens: int, response_tokens: int, *, failed: bool = False) -> None:
         """Record the end of the request.
 
-        For a batch of responses, the server calls this method once per response.
+        For a batch of responses, the server calls this method once per response. Each then ends at
+        its ``last_token_ns``; without it, its end and its latency are unknown.
 
         Args:
             prompt_tokens: Length of the prompt.
@@ -310,25 +327,25 @@ class OpenRequest(msgspec.Struct, eq=False):
         if not self._log.recording:
             return
         arrival_ns, scheduled_ns, first_ns, last_ns = self._engine_times(end_ns)
-        self._log.keep(
-            Request(
-                replica=self._log.replica,
-                id=_readable(self.id),
-                begin_ns=self.begin_ns,
-                arrival_ns=arrival_ns,
-                scheduled_ns=scheduled_ns,
-                first_token_ns=first_ns,
-                last_token_ns=last_ns,
-                end_ns=end_ns,
-                prompt_tokens=_count(prompt_tokens) or 0,
-                response_tokens=_count(response_tokens) or 0,
-                cached_tokens=_count(self.cached_tokens),
-                preemptions=_count(self.preemptions),
-                policy_version=self._policy_version,
-                failed=failed,
-                prompt_blocks=block_hashes(self.prompt_ids) if self._log.hashes_prompts else (),
-            ),
+        request = Request(
+            replica=self._log.replica,
+            id=_readable(self.id),
+            begin_ns=self.begin_ns,
+            arrival_ns=arrival_ns,
+            scheduled_ns=scheduled_ns,
+            first_token_ns=first_ns,
+            last_token_ns=last_ns,
+            end_ns=end_ns,
+            prompt_tokens=_count(prompt_tokens) or 0,
+            response_tokens=_count(response_tokens) or 0,
+            cached_tokens=_count(self.cached_tokens),
+            preemptions=_count(self.preemptions),
+            policy_version=self._policy_version,
+            failed=failed,
+            prompt_blocks=block_hashes(self.prompt_ids) if self._log.hashes_prompts else (),
         )
+        self._kept.append(request)
+        self._log.keep(request)
 
     def _engine_times(self, end_ns: int) -> tuple[int, int, int, int]:
         """Return the times of arrival, scheduling, first and last token (ns); 0 if unknown.

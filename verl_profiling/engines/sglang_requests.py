@@ -57,6 +57,8 @@ async def _noting(
             for place in range(max([prompts * samples, *(place + 1 for place in latest)])):
                 information = latest.get(place) or _so_far(manager, given, obj)
                 _tell(record, information, shares_clock)
+                if len(latest) > 1:
+                    record.last_token_ns = _finished_ns(record, information, samples)
                 record.id = information.get("id", given)
                 if place // samples < len(ids):
                     record.id = ids[place // samples] or record.id
@@ -128,6 +130,17 @@ def _tell(record: OpenRequest, information: dict[str, Any], shares_clock: bool) 
     # A retracted request queues again.
     if scheduled_s is not None and queued_s is not None and not record.preemptions:
         record.arrival_ns = _ns(scheduled_s - queued_s)
+
+
+def _finished_ns(record: OpenRequest, information: dict[str, Any], samples: int) -> int:
+    """Return when the manager had all tokens of a response of a batch; 0 if unknown.
+
+    A sample of several begins later than its request, so its latency does not tell.
+    """
+    latency_s = information.get("e2e_latency")
+    if samples == 1 and latency_s:
+        return record.begin_ns + _ns(latency_s)
+    return _ns(information.get("request_finished_ts"))
 
 
 def _ns(unix_s: float | None) -> int:

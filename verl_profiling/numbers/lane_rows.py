@@ -278,6 +278,7 @@ def rollout_tail(step: Step) -> Tail | None:
     if not len(rollout) or not ends:
         return None
     ends += [(replica, int(rollout[-1, 1])) for replica in step.pending]
+    latencies_us = [row.latency_us for row in requests if row.latency_us is not None]
     finishes: dict[int, float] = {}
     for replica, end_ns in ends:
         end_us = (end_ns - int(rollout[0, 0])) / 1000
@@ -292,7 +293,7 @@ def rollout_tail(step: Step) -> Tail | None:
         ratio=last_us / middle_us if middle_us > 0 else 1.0,
         tail_share=max(last_us - middle_us, 0.0) * 1000 / max(step.span_ns, 1),
         requests=len(requests),
-        latency_s=_percentiles([row.latency_us / 1e6 for row in requests]),
+        latency_s=_percentiles([latency_us / 1e6 for latency_us in latencies_us]),
         response_tokens=_percentiles([float(row.response_tokens) for row in requests]),
         late=late_response(step),
     )

@@ -28,7 +28,7 @@ def late_response(step: Step) -> LateResponse | None:
     Of one replica, it is compared with all its other responses. ``None`` if there are none.
     """
     requests = chain.from_iterable(map(attrgetter("requests"), step.workers))
-    served = [request for request in requests if not request.failed]
+    served = [one for one in requests if not (one.failed or one.ends_with_batch)]
     begins = np.array([request.begin_ns for request in served], np.int64)
     served = list(compress(served, holding(step.rollout, begins)))
     if len(served) < 2:

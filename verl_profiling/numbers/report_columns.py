@@ -1002,7 +1002,7 @@ class Tail(Struct, frozen=True):
         ratio: ``last_finish_us / median_finish_us``.
         tail_share: Time from the median end to the last end, as a share of the step.
         requests: Number of requests, if the engine reported them.
-        latency_s: Latency of the requests, from sending to the complete response.
+        latency_s: Latency of the requests, from sending to the complete response, if known.
         response_tokens: Lengths of the responses.
         last_replica: Index of the replica that ended last.
         late: The response that ended last; ``None`` without requests.

@@ -273,11 +273,11 @@ class _Process:
     def requests_s(self) -> dict[str, float]:
         """Return the median seconds of an engine's requests, and of a token of their responses.
 
-        Failed requests are left out.
+        Failed requests, and those whose end is unknown, are left out.
         """
         times_s = defaultdict[str, list[float]](list)
         for request in self._all("requests"):
-            if request.failed:
+            if request.failed or request.ends_with_batch:
                 continue
             times_s["a request"].append((request.end_ns - request.begin_ns) / 1e9)
             token_us = per_token_us(request)

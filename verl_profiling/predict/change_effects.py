@@ -163,7 +163,9 @@ class Baseline:
         if changes.no_tail is None:
             return replayed
         if not graph.tails:
-            raise ConfigError("--no-tail", "no stage waits for trajectories or requests")
+            raise ConfigError(
+                "--no-tail", "no stage waits for trajectories or requests whose ends are known"
+            )
         for at, left_out in _tails(replayed, changes.no_tail):
             # of a rollout one step ahead, trajectories that ended before the step are not recorded
             if left_out & graph.cut or graph.carried:

@@ -148,7 +148,7 @@ def fitted(recorded: Replay, replicas: int | None = None) -> Engines:
     if not any(request.tokens for request in served):
         raise ConfigError(
             OPTION,
-            "needs requests with tokens in the step, which a capture with rollout.requests has",
+            "needs requests with tokens and own ends in the step, as rollout.requests logs",
         )
     if any(one.queue.startswith(ENGINE) for one in graph.segments.others):
         raise ConfigError(
@@ -187,8 +187,11 @@ def _served(graph: Graph) -> Iterator[Served]:
     of_requests = defaultdict[int, list[int]](list)
     for at, segment in graph.segments.requested():
         is_trained = VALIDATE not in segment.within
-        if segment.request is not None and segment.kind in _IN_ENGINE and is_trained:
-            of_requests[id(segment.request)].append(at)
+        request = segment.request
+        if request is None or request.ends_with_batch:
+            continue
+        if segment.kind in _IN_ENGINE and is_trained:
+            of_requests[id(request)].append(at)
     for ats in of_requests.values():
         running = [at for at in ats if graph.segments[at].kind != _QUEUED]
         if running:

@@ -117,7 +117,7 @@ class GraphBuilder:
                 last[run.row] = max(run.exit, before, key=lambda at: segments[at].end_ns)
         for at, run in self.joins:
             self.link(run.exit, at)
-            if run.is_rollout and VALIDATE not in segments[at].within:
+            if run.is_rollout and run.has_own_end and VALIDATE not in segments[at].within:
                 graph.tails.setdefault(at, []).append(run.exit)
 
     def link(self, before: int, after: int) -> None:

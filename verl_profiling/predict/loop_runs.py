@@ -79,6 +79,12 @@ class Run:
         """Whether the run is a trajectory or a request, and no stage."""
         return bool(self.pieces) or self.chain != NOTHING
 
+    @property
+    def has_own_end(self) -> bool:
+        """Whether a rollout's own end is known, and not only that of its batch."""
+        requests = [piece.request for piece in self.pieces if piece.request is not None]
+        return bool(self.trajectory) or not any(one.ends_with_batch for one in requests)
+
     def ends_in(self, other: Run) -> bool:
         """Return whether the run ends inside another run."""
         return other.begin_ns < self.end_ns <= other.end_ns

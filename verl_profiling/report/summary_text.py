@@ -171,11 +171,13 @@ def sentences(report: Report) -> Iterator[str]:
                 f"rollout: the last of {tail.replicas:,} replicas was done after {finish}, "
                 f"{tail.ratio:.2f} times the median; {tail.tail_share:.1%} of the step lies between"
             )
-        if tail.latency_s and tail.response_tokens:
+        if tail.response_tokens:
             latency, tokens = tail.latency_s, tail.response_tokens
+            times = "unknown, as the engine reports only the end of a batch"
+            if latency:
+                times = f"p50 {duration(latency.p50)}, p99 {duration(latency.p99)}"
             yield (
-                f"{tail.requests:,} requests: latency p50 {duration(latency.p50)}, p99 "
-                f"{duration(latency.p99)}; response p50 {tokens.p50:.0f}, p99 "
+                f"{tail.requests:,} requests: latency {times}; response p50 {tokens.p50:.0f}, p99 "
                 f"{tokens.p99:.0f} tokens"
             )
     yield from waits(report.watched, report.what_would_help)

@@ -95,10 +95,13 @@ def requests(manifest: Manifest) -> Iterator[RequestRow]:
                     since_us = _since(manifest.begin_ns, fields.pop(name))
                     fields[name.replace("_ns", "_us")] = since_us
             begin_ns = request.begin_ns
+            latency_us = None
+            if not request.ends_with_batch:
+                latency_us = (request.end_ns - begin_ns) / 1000
             yield RequestRow(
                 **fields,
                 worker=worker.name,
-                latency_us=(request.end_ns - begin_ns) / 1000,
+                latency_us=latency_us,
                 to_first_token_us=_since(begin_ns, request.first_token_ns),
                 per_token_us=per_token_us(request),
                 validate=is_validation(request, validation_stages),
@@ -115,7 +118,7 @@ def per_token_us(request: Request) -> float | None:
     """Return the mean time per response token (us), without the first token, which is part of
     prefill; ``None`` if it is unknown.
     """
-    if not request.first_token_ns or request.response_tokens < 2:
+    if not request.first_token_ns or request.response_tokens < 2 or request.ends_with_batch:
         return None
     decode_ns = (request.last_token_ns or request.end_ns) - request.first_token_ns
     return decode_ns / 1000 / (request.response_tokens - 1)
@@ -132,8 +135,8 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
         begin_us: Time of sending, relative to the begin of the step, like all times of a request.
         first_token_us: Time of the first token in the engine, or else of the first output at the
             sender; ``None`` if neither is known.
-        end_us: Time of the complete response.
-        latency_us: Duration from sending to the complete response.
+        end_us: Time of the complete response, or of its batch if ``ends_with_batch``.
+        latency_us: Duration from sending to the complete response, if known.
         prompt_tokens: Length of the prompt.
         response_tokens: Length of the response.
         id: Request id in the engine; empty if unknown.
@@ -146,6 +149,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
         preemptions: Number of preemptions by the engine, if known.
         policy_version: Policy version at the begin of the request, if known.
         failed: Whether the request raised or was aborted.
+        ends_with_batch: Whether only the end of the response's batch is known, and not its own.
         validate: Whether the request was sent during validation.
     """
 
@@ -154,7 +158,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     begin_us: float
     first_token_us: float | None
     end_us: float
-    latency_us: float
+    latency_us: float | None
     prompt_tokens: int
     response_tokens: int
     id: str = ""
@@ -167,4 +171,5 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int | None = None
     policy_version: int | None
     failed: bool
+    ends_with_batch: bool = False
     validate: bool = False
