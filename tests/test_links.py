@@ -33,7 +33,7 @@ NO_FILES = {
     *("webbrowser", "capture", "log", "self.requests", "self._requests", "self._log"),
     "self._tracker",
 }
-NOT_READ = ("files.opener", "files.host_use")  # the one module, and one that reads /proc alone
+NOT_READ = ("files.opener", "files.host_use", "files.cpu_waits")  # two read /proc alone
 OTHERS = {
     "cli os.open": "the null device",
     " Path('/proc/self/schedstat').read_text": "of the kernel",

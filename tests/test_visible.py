@@ -113,7 +113,7 @@ def test_a_spreadsheet_takes_no_name_for_a_formula(hostile: Path, tmp_path: Path
         (0.9994, "999 ms"),
         (0.00014, "140 us"),
         (3.2e-7, "320 ns"),
-        (3e-12, "0.003 ns"),
+        (-1.1e-16, "0 s"),
         (-0.0123, "-12.3 ms"),
     ],
 )

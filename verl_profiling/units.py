@@ -25,7 +25,7 @@ def duration(seconds: float, *, signed: bool = False) -> str:
         seconds: The time (s).
         signed: Whether to write ``+`` before a time greater than 0.
     """
-    if not seconds:
+    if abs(seconds) < 5e-10:  # clocks count nanoseconds: less is the rest of a sum of floats
         return "0 s"
     unit, scale = _unit(seconds, _TIMES)
     return f"{'+' if signed and seconds > 0 else ''}{three_digits(seconds / scale)} {unit}"

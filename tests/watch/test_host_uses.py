@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 from quiet_steps import summary
 
-from verl_profiling.files import host_use
+from verl_profiling.files import cpu_waits, host_use
 from verl_profiling.files.host_use import HostReader, MachineUse, ProcessUse, machine_use, unread
 from verl_profiling.files.step_summary import RankUse, StepSummary
 from verl_profiling.settings.config import Anomaly
@@ -21,6 +21,8 @@ from verl_profiling.watch.sign_tests import Detector
 from verl_profiling.watch.suspicion import Suspicion
 
 MIB = 1 << 20
+WAITED = (10**8, 4 * 10**8)
+"""CPU time of a thread, and its wait for a CPU (ns)."""
 
 
 def step(number: int, kinds: Mapping[str, int], machine: Mapping[str, int]) -> StepSummary:
@@ -125,15 +127,24 @@ def test_cpus_are_throttled_in_the_whole_container(
     (tmp_path / "cgroup").mkdir()
     statistics = tmp_path / "cgroup" / "cpu.stat"
     statistics.write_text("throttled_usec 0\n")
-    monkeypatch.setattr(host_use, "cgroups", lambda controller: [(tmp_path / "cgroup", True)])
-    monkeypatch.setattr(host_use, "_STATISTICS", tmp_path / "no stat")
-    monkeypatch.setattr(host_use, "_waits_ns", iter([{1: 0}, {1: 4 * 10**8}]).__next__)
-    monkeypatch.setattr(host_use.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(cpu_waits, "cgroups", lambda controller: [(tmp_path / "cgroup", True)])
+    monkeypatch.setattr(cpu_waits, "_STATISTICS", tmp_path / "no stat")
+    monkeypatch.setattr(cpu_waits, "_times_ns", iter([{1: (0, 0)}, {1: WAITED}]).__next__)
+    monkeypatch.setattr(cpu_waits.os, "cpu_count", lambda: 64)
     reader = HostReader(tmp_path)
     statistics.write_text(f"throttled_usec {round(throttled_s * 1e6)}\n")
     said = reader.process().why
     assert said.startswith(why)
     assert bool(said) == bool(why)
+
+
+def test_a_wait_of_a_thread_that_slept_is_no_lack_of_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that adds a thread's sleep to its wait, and a thread that computes beside it."""
+    readings = iter([{1: (0, 0), 2: (0, 0)}, {1: (10**6, 10**12), 2: (10**9, 0)}])
+    monkeypatch.setattr(cpu_waits, "_times_ns", readings.__next__)
+    assert HostReader(tmp_path).process().no_cpu == 0
 
 
 def hold(size: int, ready: multiprocessing.synchronize.Event) -> None:
@@ -152,10 +163,10 @@ def test_cpus_are_stolen_from_the_whole_machine(
     """The kernel adds up all CPUs: 0.4 s of 64 do not explain the wait of one thread."""
     statistics = tmp_path / "stat"
     statistics.write_text("cpu  0 0 0 0 0 0 0 0 0 0\n")
-    monkeypatch.setattr(host_use, "_STATISTICS", statistics)
-    monkeypatch.setattr(host_use, "_waits_ns", iter([{1: 0}, {1: 4 * 10**8}]).__next__)
-    monkeypatch.setattr(host_use, "_throttled_ns", lambda: 0)
-    monkeypatch.setattr(host_use.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(cpu_waits, "_STATISTICS", statistics)
+    monkeypatch.setattr(cpu_waits, "_times_ns", iter([{1: (0, 0)}, {1: WAITED}]).__next__)
+    monkeypatch.setattr(cpu_waits, "throttled_ns", lambda: 0)
+    monkeypatch.setattr(cpu_waits.os, "cpu_count", lambda: 64)
     reader = HostReader(tmp_path)
     ticks = round(stolen_s * os.sysconf("SC_CLK_TCK"))
     statistics.write_text(f"cpu  0 0 0 0 0 0 0 {ticks} 0 0\n")

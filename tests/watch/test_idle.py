@@ -428,8 +428,10 @@ def test_what_is_not_known_is_not_said() -> None:
 
 
 def test_sentences_name_who_waits_and_what_each_side_could_do() -> None:
-    """Samples are trajectories, else requests; without any, only the cause is said."""
-    requests = [SpanTotal("generate", 195, 1)]
+    """Samples are trajectories, else requests that did not fail; without any, only the cause is
+    said. Samples that the training drops are no rate that it could take.
+    """
+    requests = [SpanTotal("generate", 211, 1, failed=16)]  # aborted, e.g. to go on later
     loop = use("controller", ("rollout", 0, 300), ("update_actor", 300, 700))
     actor = use("actor_rank0", ("update_actor", 300, 700))
     made = judged([loop], actor, use("rollout0_rank0", ("generate", 0, 300), spans=requests))
@@ -444,8 +446,9 @@ def test_sentences_name_who_waits_and_what_each_side_could_do() -> None:
     assert "generation makes 39 samples/s" in next(waits(made))
     made.tokens, made.taken, made.counts = 39_000, 28, {"message queue": 11.0}
     assert list(waits(made)) == [
-        "trainer waits 30%: generation makes 39 samples/s, training could take 40",
-        "rollout waits 70%: training takes 28 samples/s, generation could make 130",
+        "trainer waits 30%: generation makes 39 samples/s, 28 of them taken, training could take "
+        "40",
+        "rollout waits 70%: training takes 28 of 39 samples/s, generation could make 130",
         "generation made 39 samples/s, 39,000 tokens/s; training took 28 samples/s; message "
         "queue 11",
     ]

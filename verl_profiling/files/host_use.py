@@ -1,7 +1,7 @@
-"""Memory by kind, and waits for a CPU, of a process and of its machine, from ``/proc`` and cgroups.
+"""Memory by kind of a process and of its machine, from ``/proc`` and cgroups.
 
-psutil reads the same files, but neither shared memory apart from files nor waits for a CPU, and it
-finds child processes by reading all processes of the machine. A file that is missing costs its own
+psutil reads the same files, but not shared memory apart from files, and it finds child processes by
+reading all processes of the machine. A file that is missing costs its own
 numbers only.
 """
 
@@ -10,18 +10,16 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import threading
-import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from verl_profiling.files.cpu_waits import WAITS, CpuWaits, throttled_ns
 from verl_profiling.files.device_clocks import DeviceClock
 from verl_profiling.files.machine import (
     available_bytes,
-    cgroups,
     memory_cgroups,
     memory_limit,
     statistic,
@@ -37,10 +35,6 @@ _RAY = ("raylet", "gcs_server")
 
 _OWN_LINE, _SHARED_LINE = "RssAnon:", "RssShmem:"
 _PRESSURE = Path("/proc/pressure/cpu")
-_WAITS = Path("/proc/self/schedstat")
-_STATISTICS = Path("/proc/stat")
-_MATTERS = 0.5  # share of the waits from which throttling or a hypervisor is their cause
-
 SHORT_OF_CPU = 0.2
 """Share of the time in which a process was ready to run and got no CPU, from which it is said."""
 
@@ -100,17 +94,14 @@ class HostReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._waited: dict[int, int] = {}
-        self._outside_ns = (0, 0)
-        self._read_ns = time.monotonic_ns()
-        self._share_of_waits()
+        self._waits = CpuWaits()
 
     def process(self) -> ProcessUse:
         """Return the use of this process."""
         own, shared = _resident("self")
-        no_cpu, why = self._share_of_waits()
+        no_cpu, why = self._waits.since_last()
         return ProcessUse(
-            at_ns=self._read_ns,
+            at_ns=self._waits.read_ns,
             own=own,
             pinned=_pinned_bytes(),
             shared=shared,
@@ -127,32 +118,6 @@ class HostReader:
         with suppress(OSError):
             watched = {name.split(".")[-2] for name in os.listdir(self._folder) if "." in name}  # noqa: PTH208
         return sum(_own_below(pid, watched) for pid in children)
-
-    def _share_of_waits(self) -> tuple[float | None, str]:
-        """Return the longest wait of a thread for a CPU, as a share of the time since the last
-        call, and the reason.
-        """
-        now_ns = time.monotonic_ns()
-        since_ns, self._read_ns = max(1, now_ns - self._read_ns), now_ns
-        before, self._waited = self._waited, _waits_ns()
-        throttled_ns, stolen_ns = outside = _outside_ns()
-        throttled_ns -= self._outside_ns[0]
-        stolen_ns -= self._outside_ns[1]
-        self._outside_ns = outside
-        waited_ns = [ns - before[thread] for thread, ns in self._waited.items() if thread in before]
-        if not waited_ns:
-            return None, ""
-        most_ns = max(waited_ns)
-        # The kernel adds up the throttled time of all CPUs, of which this thread waited on one.
-        if throttled_ns >= _MATTERS * most_ns * (os.cpu_count() or 1) > 0:
-            why = "its container had used up its limit of CPU time"
-        elif stolen_ns >= _MATTERS * most_ns > 0:
-            why = "the hypervisor gave the CPUs to other machines"
-        elif throttled_ns >= _MATTERS * most_ns > 0:
-            why = ""  # this thread was throttled, or others were, on other CPUs
-        else:
-            why = "other processes used the CPUs"
-        return min(1.0, most_ns / since_ns), why
 
 
 def machine_use() -> MachineUse:
@@ -191,13 +156,13 @@ def oom_kills() -> int:
 def unread() -> list[str]:
     """Return a sentence on each file of the kernel that is missing here, and what it would tell."""
     missing = []
-    if not _WAITS.exists():
-        missing.append(f"no {_WAITS}: a process that got no CPU is not told from one that computes")
+    if not WAITS.exists():
+        missing.append(f"no {WAITS}: a process that got no CPU is not told from one that computes")
     if not _PRESSURE.exists():
         missing.append(f"no {_PRESSURE}: the pressure on CPUs is unknown")
     if not any((folder / files.limit).exists() for folder, files in memory_cgroups()):
         missing.append("no memory cgroup: the limit is the machine's memory")
-    if _throttled_ns() is None:
+    if throttled_ns() is None:
         missing.append("no cpu.stat of a cgroup: throttling is unknown")
     return missing
 
@@ -270,42 +235,3 @@ def _store_bytes() -> int:
                     if "/plasma" in str(descriptor.readlink()):
                         total += descriptor.stat().st_blocks * 512
     return total
-
-
-def waited_ns(thread: int) -> int:
-    """Return how long a thread of this process has been ready to run, and got no CPU (ns).
-
-    Raises:
-        OSError: The thread has ended, or the kernel does not count.
-    """
-    return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1])
-
-
-def _waits_ns() -> dict[int, int]:
-    """Return :func:`waited_ns` of the threads that Python knows, by number."""
-    waits = {}
-    for thread in threading.enumerate():
-        if thread.native_id is not None:
-            with suppress(OSError, ValueError, IndexError):
-                waits[thread.native_id] = waited_ns(thread.native_id)
-    return waits
-
-
-def _outside_ns() -> tuple[int, int]:
-    """Return for how long the container was throttled, and a CPU was taken from the machine, in
-    the mean of all CPUs.
-    """
-    stolen = 0
-    with suppress(OSError, ValueError, IndexError), _STATISTICS.open() as file:
-        stolen = int(file.readline().split()[8]) * (10**9 // os.sysconf("SC_CLK_TCK"))
-        stolen //= os.cpu_count() or 1
-    return _throttled_ns() or 0, stolen
-
-
-def _throttled_ns() -> int | None:
-    for folder, is_version_2 in cgroups("cpu"):
-        with suppress(OSError, ValueError):
-            if is_version_2:
-                return statistic(folder / "cpu.stat", "throttled_usec") * 1000
-            return statistic(folder / "cpu.stat", "throttled_time")
-    return None

@@ -48,14 +48,14 @@ def waits(summary: StepSummary | None, helps: Sequence[HelpRow] = ()) -> Iterato
     rates = summary.rates
     made = rates.get("samples_per_s", 0.0)
     taken = rates.get("samples_taken_per_s") or made
-    idle = summary.trainer_idle
-    if idle:
-        sides = "trainer", "generation makes", "training could take"
-        yield from _idle_side(idle, ROLLOUT, made, taken, sides)
-    idle = summary.rollout_idle
-    if idle:
-        sides = "rollout", "training takes", "generation could make"
-        yield from _idle_side(idle, TRAINING, taken, made, sides)
+    made_text, taken_text = f"{number(made)} samples/s", f"{number(taken)} samples/s"
+    if taken < made:  # e.g. as groups with equal rewards are dropped
+        made_text += f", {number(taken)} of them taken"
+        taken_text = f"{number(taken)} of {number(made)} samples/s"
+    flow = f"generation makes {made_text}, training could take"
+    yield from _idle_side("trainer", summary.trainer_idle, ROLLOUT, flow, made and taken)
+    flow = f"training takes {taken_text}, generation could make"
+    yield from _idle_side("rollout", summary.rollout_idle, TRAINING, flow, made)
     if summary.helps is not None and not helps:
         yield most_helpful(summary.helps, summary)
     yield from _work(summary)
@@ -134,30 +134,27 @@ def short_of_cpu(steps: Sequence[StepSummary]) -> str:
     )
 
 
-def _idle_side(
-    idle: Idle, other: str, rate: float, own_rate: float, words: tuple[str, str, str]
-) -> Iterator[str]:
+def _idle_side(side: str, idle: Idle | None, other: str, flow: str, rate: float) -> Iterator[str]:
     """Yield a sentence on the idle share of training or rollout, if it is not small.
 
     Args:
+        side: ``trainer`` or ``rollout``.
         idle: The idle share and its cause.
         other: The cause, if the side waits for the other one.
-        rate: Samples per second of the other side.
-        own_rate: Samples per second of this side.
-        words: Name of this side, and what the other one does and this one could do, e.g.
-            ``trainer``, ``generation makes``, ``training could take``.
+        flow: What the other side does and this one could do, before the number.
+        rate: Samples per second of this side; 0 if unknown.
     """
-    if idle.share < _LEAST_WAIT:
+    if idle is None or idle.share < _LEAST_WAIT:
         return
-    side, does, could = words
     cause = idle.cause or "in no stage"
     if side == "trainer" and idle.cause and idle.cause not in _NO_TRAINING:
         cause += " of other processes"  # a trainer in it does not wait
     sentence = f"{side} waits {idle.share:.0%}, mostly: {cause}"
     if idle.cause == other and rate:
-        sentence = f"{side} waits {idle.share:.0%}: {does} {number(rate)} samples/s"
+        done, _, could = flow.rpartition(", ")
+        sentence = f"{side} waits {idle.share:.0%}: {done}"
         if idle.share < 1:
-            sentence += f", {could} {number(own_rate / (1 - idle.share))}"
+            sentence += f", {could} {number(rate / (1 - idle.share))}"
     yield sentence
 
 

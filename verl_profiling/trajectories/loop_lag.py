@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Any, Final, NamedTuple
 
 from verl_profiling import clock
-from verl_profiling.files.host_use import waited_ns
+from verl_profiling.files.cpu_waits import times_ns
 from verl_profiling.files.trajectory_log import NO_CPU, NO_SPAN, Block, LoopRecord
 
 LOOK_S = 0.02
@@ -185,8 +185,8 @@ class LoopState:
         return 0, since_ns, min(since_ns, self._starved_ns - before_ns)
 
     def _starved(self) -> int:
-        with suppress(OSError, ValueError, IndexError):  # another kernel: unknown
-            return waited_ns(self.record.thread)
+        with suppress(OSError, ValueError):  # another kernel: unknown
+            return times_ns(self.record.thread)[1]
         return 0
 
     def end(self) -> None:

@@ -32,16 +32,17 @@ _WAITS = 0.05
 def made_in(summary: StepSummary) -> tuple[int, int]:
     """Return the number of trajectories that ended in a step, and their tokens.
 
-    Without trajectories, the first number is of engine requests.
+    Without trajectories, the first number is of engine requests. What failed, such as a request
+    that was aborted to go on later, is no sample.
     """
     made = tokens = requests = 0
     for use in summary.processes:
         for total in use.spans:
             if total.name == TRAJECTORY:
-                made += total.runs
+                made += total.runs - total.failed
                 tokens += total.tokens
             elif total.name == _GENERATE and use.role == ROLLOUT_ROLE:
-                requests += total.runs
+                requests += total.runs - total.failed
     return made or requests, tokens
 
 
