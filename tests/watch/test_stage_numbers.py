@@ -98,7 +98,35 @@ def test_stages_of_one_rank_or_of_two_tasks_count_once() -> None:
     rows = exposed(
         summary(100, controller(("rollout", 0, 60), ("reward", 40, 40)), use("actor_rank0"))
     )
-    assert in_ms(rows) == [("rollout", 60), ("reward", 20), ("", 20)]
+    assert in_ms(rows) == [("rollout", 40), ("reward", 40), ("", 20)]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_of_stages_side_by_side_the_one_that_ends_last_took_the_time(order: Sequence[int]) -> None:
+    """Whichever begins first, and of two stages in a row beside a longer or a shorter one."""
+    took = {"ref_log_prob": 200, "values": 100, "reward": 300}
+    names = [[*took][number] for number in order]
+    beside = [(name, 100 + at, took[name] - at) for at, name in enumerate(names)]
+    workers = [
+        use(f"{name}_rank{rank}", (name, begin + 1, length - 1 - 30 * rank))
+        for name, begin, length in beside
+        for rank in (0, 1)
+    ]
+    loop = controller(("rollout", 0, 100), *beside, ("update", 400, 100))
+    step = summary(500, loop, *workers)
+    judge([step], True)
+    exposed_ms = dict(in_ms(step.exposed))
+    first = order.index(2)  # the path comes to the last one's begin by one that was open
+    assert exposed_ms["reward"] == 300 - first
+    assert exposed_ms["ref_log_prob"] + exposed_ms["values"] == first
+    [reward] = [row for row in step.exposed if row.name == "reward"]
+    assert (reward.leader, reward.lead_ns) == ("reward_rank0", 30 * MS)
+    assert step.helps is not None
+    assert (step.helps.stage, step.helps.saves_ns) == ("reward", 100 * MS)
+    rows = exposed(summary(400, controller(("a", 0, 100), ("b", 100, 250), ("c", 1, 300))))
+    assert in_ms(rows) == [("a", 100), ("c", 0), ("b", 250), ("", 50)]
+    rows = exposed(summary(400, controller(("a", 1, 100), ("b", 101, 150), ("c", 0, 300))))
+    assert in_ms(rows) == [("c", 300), ("a", 0), ("b", 0), ("", 100)]
 
 
 def test_parts_of_a_workers_stage_tell_who_was_waited_for() -> None:

@@ -89,6 +89,30 @@ class Slices(NamedTuple):
         share = (self.end - begin) / np.maximum(self.end - self.begin, 1.0)
         return self._replace(begin=begin, took=self.took * share)
 
+    def on_path(self, until: Floats) -> Slices:
+        """Return the slices like :meth:`flat`, each with its time on the path through its process.
+
+        Of slices that overlap, the one that ended last has its whole time, and the path goes on
+        before its begin. A slice that does not end before ``until`` was not waited for.
+        """
+        flat = self.flat()
+        is_sparse = 2 * self.took < self.end - self.begin  # many runs: it hides none between them
+        if is_sparse.any() or (flat.end - flat.begin).sum() == (self.end - self.begin).sum():
+            return flat
+        end = self.begin.copy()
+        for who in np.unique(self.who):
+            rows = np.flatnonzero(self.who == who)
+            until_ns, next_ns = until[rows[0]], np.inf
+            while rows.size:
+                is_over = self.end[rows] <= until_ns
+                last = np.where(is_over, self.end[rows], self.begin[rows])
+                row = rows[np.lexsort((self.end[rows], last))[-1]]
+                end[row] = min(self.end[row], next_ns)
+                until_ns = next_ns = self.begin[row]
+                rows = rows[self.begin[rows] < until_ns]
+        share = (end - self.begin) / np.maximum(self.end - self.begin, 1.0)
+        return self._replace(end=end, took=self.took * share).flat()
+
     def by_name(self) -> Slices:
         """Return the periods in which at least one process was in a slice of a name, by name."""
         if not self.name.size:

@@ -8,6 +8,7 @@ generation, with the stages that have to end before it begins.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from math import inf
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -30,10 +31,12 @@ class StageTimes(NamedTuple):
     Attributes:
         work: Time in stages of workers; without any, the whole time.
         uneven: Time that the stage would save if its workers all took the mean; 0 if unclear.
+        slack: The most that it can save: what ran beside it would end last then.
     """
 
     work: float
     uneven: float
+    slack: float = inf
 
 
 class Background(NamedTuple):
@@ -80,6 +83,7 @@ class StepTimes(NamedTuple):
         for name, times in self.stages.items():
             even = times.uneven if name in balance else 0.0
             saved = even + (1.0 - scale.get(name, 1.0)) * (times.work - even)
+            saved = min(saved, times.slack)
             training += saved
             if name in background.before:
                 generation += saved
@@ -99,6 +103,7 @@ class StepTimes(NamedTuple):
         stage, change = background.name, _CHANGES[0]
         for name, times in self.stages.items():
             for kind, saved_ns in zip(_CHANGES, (_HALF * times.work, times.uneven), strict=True):
+                saved_ns = min(saved_ns, times.slack)
                 also_ns = saved_ns if name in background.before else 0.0
                 whole_ns = self._with_chains(saved_ns, also_ns)
                 if saved_ns and whole_ns > most_ns:
@@ -137,14 +142,31 @@ def times_in(slices: StepSlices) -> list[StepTimes | None]:
 def _stages(slices: StepSlices, step: int) -> dict[str, StageTimes]:
     """Return the times of the stages of a step that are no waits."""
     stages = {}
+    slack_ns = _slack(slices, step)
     for row in slices.summaries[step].exposed:
         if row.name and not row.name.startswith(WAIT):
             calls_ns = slices.path_in_calls.get((step, row.name), {})
             of_role_ns = calls_ns.get(row.role, 0.0) if row.leader else 0.0
             uneven = of_role_ns * (1.0 - 1.0 / row.imbalance)
             work = sum(calls_ns.values()) or float(row.exposed_ns)
-            stages[row.name] = StageTimes(work, uneven)
+            stages[row.name] = StageTimes(work, uneven, slack_ns.get(row.name, inf))
     return stages
+
+
+def _slack(slices: StepSlices, step: int) -> dict[str, float]:
+    """Return how much earlier each stage could end until another one, beside it in its process, is
+    the last to end (ns); only of steps in which stages overlap.
+    """
+    spine, each = (slices.in_step(table, step) for table in (slices.spine, slices.whole_loop))
+    each = each.at(~slices.named(each, *slices.summaries[step].background))
+    slack_ns: dict[str, float] = {}
+    if np.array_equal(np.sort(spine.end), np.sort(each.end)):
+        return slack_ns
+    for row, (_, name) in enumerate(slices.stages(spine.name)):
+        is_beside = (each.who == spine.who[row]) & (each.end < spine.end[row])
+        least = each.end[is_beside].max(initial=spine.begin[row])
+        slack_ns[name] = slack_ns.get(name, 0.0) + float(spine.end[row] - least)
+    return slack_ns
 
 
 def _background(slices: StepSlices, step: int) -> Background | None:

@@ -62,8 +62,8 @@ class StepSlices:
         begins: Begin of each step (ns). Steps follow each other without a gap.
         ends: End of each step.
         whole_loop: The stages of the loop's processes, as recorded.
-        loop: The same by process and begin, without overlap. Stages in the background are left
-            out: their cost is the loop's wait for them.
+        loop: The same by process and begin, with their time on the path through the process.
+            Stages in the background are left out: their cost is the loop's wait for them.
         workers: The stages of the workers, by process and begin, without overlap.
     """
 
@@ -87,7 +87,8 @@ class StepSlices:
         sides = who[:, : self._of_loop], who[:, self._of_loop :]
         recorded = self._recorded(uses, np.concatenate([*map(np.ravel, sides)]))
         loop = recorded.at(slice(of_loop))
-        self.loop = loop.at(~self.named(loop, *first.background)).flat()
+        path = loop.at(~self.named(loop, *first.background))
+        self.loop = path.on_path(self.ends[self.step(path)] - 1.0)
         self.whole_loop = self._within(loop)
         workers = recorded.at(slice(of_loop, None))
         # Clocks differ: what ends a little later ended in the step, what goes on ends with it.
