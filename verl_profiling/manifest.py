@@ -61,6 +61,8 @@ WAIT = "wait:"
 """Begin of the name of a stage or span that only waits, e.g. for a free slot:
 no work of its own.
 """
+WAIT_FOR_REQUESTS = WAIT + "requests"
+"""The stage in which an engine without a loop has no request."""
 POLLING = "polling the replay buffer"
 """The stage in which a trainer sleeps between two polls for finished trajectories."""
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from verl_profiling.analysis import open_step
+from verl_profiling.files.watch_log import WatchLogReader
+
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 LOADED = """
@@ -449,6 +452,42 @@ asyncio.run(asyncio.wait_for(serve(), 60))
 def test_a_short_request_ends_the_step_of_a_capture(run_python: RunPython) -> None:
     """It comes and goes between two looks at the engine."""
     run_python(RECORDED + SHORT)
+
+
+PAUSES = """
+async def serve():
+    engine = Engine()
+    engine_loop.start_recorder("run", engine)
+    assert main(["trigger", "run"]) == 0
+    while not (folders := list(Path("run").glob("step_*/manifest.json"))):
+        await asyncio.sleep(0.1)
+    for number in range(2):
+        await asyncio.sleep(0.6)
+        with engine.requests.open() as request:
+            request.response_tokens = 4
+            await asyncio.sleep(0.4)
+    while not json.loads(folders[0].read_text())["complete"]:
+        await asyncio.sleep(0.1)
+
+asyncio.run(asyncio.wait_for(serve(), 60))
+"""
+
+
+def test_time_without_a_request_is_no_rollout(tmp_path: Path, run_python: RunPython) -> None:
+    """The step lasts from first to last request; half of the rollout keeps the pause."""
+    run_python(RECORDED + PAUSES)
+    [folder] = (tmp_path / "run").glob("step_*")
+    step = open_step(folder)
+    report = step.report(keep_graph=True)
+    assert 1_300_000 < report.span_us < 1_900_000
+    pause_us = {row.kind: row.duration_us for row in report.critical_path if "wait" in row.stage}
+    assert list(pause_us) == ["wait"]
+    assert pause_us["wait"] > 500_000
+    requests_us = sum(row.duration_us for row in report.critical_path if row.kind == "generate")
+    half = step.what_if(scale={"rollout": 0.5})
+    assert report.span_us - half.predicted_us == pytest.approx(requests_us / 2, abs=20_000)
+    [summary] = WatchLogReader(tmp_path / "run").read()
+    assert summary.end_ns - summary.begin_ns == pytest.approx(report.span_us * 1000, abs=1e7)
 
 
 CUT = """

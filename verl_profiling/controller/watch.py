@@ -171,12 +171,12 @@ class Watch:
             self.step.taken = max(0, int(numbers.get("samples", 0)))
             self.step.taken_tokens = max(0, int(numbers.get("tokens", 0)))
 
-    def step_ends(self) -> None:
-        """Record the end of a step, and read the workers in the background if due."""
+    def step_ends(self, end_ns: int = 0) -> None:
+        """End a step, by default now, and read the workers in the background if due."""
         step, self.step = self.step, None
         if step is None:
             return
-        step.end_ns = clock.now_ns()
+        step.end_ns = end_ns or clock.now_ns()
         step.background = self.background
         if len(self._ended) == self._ended.maxlen:  # the loop is faster than its watch
             self._left_out += 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from array import array
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextvars import ContextVar
 from hashlib import blake2b
@@ -25,6 +26,8 @@ from verl_profiling.watch.process_sums import Busy
 _LONGEST_ID = 200
 _HASH_BYTES = 6  # a JSON number below 2^53, which every reader keeps exactly
 _MOST_REFUSED = 1000  # refused requests that a client may send again; the oldest are forgotten
+_LEAST_GAP_NS = 10_000_000  # shorter ones are the client's time between two requests
+_MOST_GAPS = 1000
 _LOG, _UNLOGGED = "_verl_profiling_log", "_verl_profiling_unlogged"
 
 _arrived_ns: ContextVar[int] = ContextVar("arrived_ns", default=0)
@@ -55,6 +58,7 @@ class RequestLog:
         pending_since_ns: Begin times (ns) of the requests that were unfinished at :meth:`end`, in
             order.
         begun: Number of requests that began.
+        gaps: Begin and end (ns) of each time without a request, before the last request.
         is_replaced: Whether another log has taken over the requests of the engine.
     """
 
@@ -65,6 +69,8 @@ class RequestLog:
         self.policy_versions: list[int] = []
         self.pending_since_ns: list[int] = []
         self.begun = 0
+        self.gaps = deque[tuple[int, int]](maxlen=_MOST_GAPS)
+        self._idle_since_ns = clock.now_ns()
         self._begin_ns = 0
         self.is_replaced = False
         self.replica = 0
@@ -205,22 +211,34 @@ class RequestLog:
         """
         begin_ns = self._refused_ns.pop(id, 0) or _taken_arrival_ns() or clock.now_ns()
         request = OpenRequest(id, prompt_tokens, self, self._policy_version, begin_ns)
+        if not self._open and begin_ns - self._idle_since_ns > _LEAST_GAP_NS:
+            self.gaps.append((self._idle_since_ns, begin_ns))
         self._open.add(request)
         self.begun += 1
         return request
 
     def count(self, request: OpenRequest, end_ns: int, failed: bool) -> None:
         """Count a response that has ended, for the watch; its request no longer runs."""
-        self._open.discard(request)
+        self._discard(request)
         if self.busy is not None:
             self.busy.sums.spans.add(self.busy.name, request.begin_ns, end_ns, failed)
+
+    def _discard(self, request: OpenRequest) -> None:
+        self._open.discard(request)
+        if not self._open:
+            self._idle_since_ns = clock.now_ns()
+
+    @property
+    def idle_since_ns(self) -> int:
+        """End of the last request (ns); now while one runs."""
+        return clock.now_ns() if self._open else self._idle_since_ns
 
     def refuse(self, request: OpenRequest) -> None:
         """Forget a refused request; let the next request with the same id begin when it began.
 
         A paused engine refuses requests, and the client sends them again.
         """
-        self._open.discard(request)
+        self._discard(request)
         if not request.id:
             return
         self._refused_ns[request.id] = request.begin_ns

@@ -103,14 +103,10 @@ class _Samples:
     """
 
     def __init__(self, parameters: Any) -> None:
-        kind = getattr(getattr(parameters, "output_kind", None), "name", "")
-        self._in_deltas = kind == "DELTA"
+        self._in_deltas = getattr(getattr(parameters, "output_kind", None), "name", "") == "DELTA"
         self._number = getattr(parameters, "n", None) or 1
         self._aborted: set[int] = set()
-        self._ended_ns: dict[int, int] = {}
         self.come_in_parts = self._in_deltas or self._number > 1
-        # FINAL_ONLY returns all samples when the last one has ended.
-        self._end_apart = self._number > 1 and kind in ("DELTA", "CUMULATIVE")
         self.lengths: dict[int, int] = {}
 
     @property
@@ -125,8 +121,6 @@ class _Samples:
             self.lengths[sample.index] = earlier + len(sample.token_ids)
             if _is_aborted(sample):
                 self._aborted.add(sample.index)
-            if self._end_apart and getattr(sample, "finish_reason", None) is not None:
-                self._ended_ns[sample.index] = clock.now_ns()
 
     def close(self, record: OpenRequest, last: Any) -> None:
         """Close the record once for each sample, also for samples without an output yet."""
@@ -134,8 +128,6 @@ class _Samples:
         record.prompt_ids = getattr(last, "prompt_token_ids", None) or ()
         for index in range(max(self._number, len(self.lengths))):
             failed = is_cut or index in self._aborted
-            if self._end_apart:
-                record.last_token_ns = self._ended_ns.get(index, 0)
             record.close(_prompt_tokens(last), self.lengths.get(index, 0), failed=failed)
 
 

@@ -19,15 +19,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
 import msgspec
+from msgspec.structs import replace as changed
 
-from verl_profiling import ProfilingCallback, ProfilingConfig
+from verl_profiling import ProfilingCallback, ProfilingConfig, clock
 from verl_profiling.capture.session import process_session
+from verl_profiling.controller.controller import Controller
 from verl_profiling.controller.run_claim import check_folder
 from verl_profiling.engines import adapter_named
 from verl_profiling.engines.replica import IdleReplica, Replica, make_replica
@@ -35,6 +38,7 @@ from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.files.opener import read_small
 from verl_profiling.identity import ROLLOUT_ROLE
+from verl_profiling.manifest import MAX_NS, WAIT_FOR_REQUESTS
 from verl_profiling.workers.processes import join_run
 
 logger = logging.getLogger(__name__)
@@ -261,12 +265,14 @@ class EngineLoop:
         self._number += 1
         self._begin_s = time.monotonic()
         self._ended_before = self._requests.begun - self._requests.running
+        self._requests.gaps.clear()
         self._callback.on_step_begin(self._number)
         self._end_at_exit()
         self._callback.on_rollout_begin()
 
     @_hidden_event_loop()
     def _end_step(self, error: BaseException | None = None) -> None:
+        self._callback._guarded(_divide_step, self._requests)
         self._callback.on_rollout_end()
         if error is not None:
             self._callback.on_stages_end()
@@ -313,13 +319,11 @@ class EngineLoop:
 
     def _wait_for_end(self) -> None:
         """Wait for a second without requests, or until the step has its longest duration."""
-        begun = self._ended_before
-        busy_s = time.monotonic()
-        while not self._ended.wait(_LOOK_FOR_END_S) and not self._requests.is_replaced:
+        requests = self._requests
+        while not self._ended.wait(_LOOK_FOR_END_S) and not requests.is_replaced:
             now_s = time.monotonic()
-            if self._requests.running or self._requests.begun > begun:
-                begun, busy_s = self._requests.begun, now_s
-            elif begun > self._ended_before and now_s - busy_s > _PAUSE_S:
+            is_idle = clock.now_ns() - requests.idle_since_ns > _PAUSE_S * 1e9
+            if is_idle and requests.begun > self._ended_before:
                 return
             is_captured = self._callback.capturing
             if not is_captured and self._callback.requested:
@@ -335,6 +339,35 @@ class EngineLoop:
         before = self._tokens
         self._tokens = [] if self._sums is None else [count() for count in self._sums.tokens]
         return self._tokens != before or self._sums is None
+
+
+def _divide_step(controller: Controller, requests: RequestLog) -> None:
+    """Begin the step and its rollout with the first request, and end them with the last one.
+
+    Between requests, the stage is ``wait:requests`` instead of ``rollout``.
+    """
+    rollout, watch, capture = controller.stages.rollout, controller.watch, controller.live
+    if rollout is None:
+        return
+    edges = [rollout.begin_ns]
+    for gap in (*requests.gaps, (requests.idle_since_ns, MAX_NS)):
+        edges += [max(time_ns, edges[-1]) for time_ns in gap]
+    runs = [run for run in zip(edges[::2], edges[1::2], strict=False) if run[0] < run[1]]
+    if not runs:
+        return
+    rollout.begin_ns, end_ns = runs[0][0], runs[-1][1] + 1  # the last request ends in the step
+    controller.stages.end_rollout()
+    if watch is not None and watch.step is not None:
+        watch.step.begin_ns = rollout.begin_ns
+        watch.step_ends(end_ns)
+    if capture is not None and capture.log.spans is not None:
+        rollout.end_ns = runs[0][1]
+        for (_, since_ns), (until_ns, last_ns) in pairwise(runs):
+            wait = changed(rollout, name=WAIT_FOR_REQUESTS, begin_ns=since_ns, end_ns=until_ns)
+            capture.log.spans += wait, changed(rollout, begin_ns=until_ns, end_ns=last_ns)
+        span = changed(capture.step, begin_ns=rollout.begin_ns, end_ns=end_ns)
+        capture.steps[-1] = span
+        controller.stages.pass_to(capture.around_log)
 
 
 def recorded(engine: Any) -> Any:

@@ -8,7 +8,7 @@ from itertools import chain
 from operator import attrgetter
 
 from verl_profiling.files.step_summary import ROLLOUT
-from verl_profiling.manifest import WEIGHT_SYNC, StageSpan
+from verl_profiling.manifest import WAIT_FOR_REQUESTS, WEIGHT_SYNC, StageSpan
 from verl_profiling.numbers.report_columns import OTHER_RANKS, DeviceRow, LostRow, Tail, sum_of
 from verl_profiling.slices.intervals import (
     EMPTY,
@@ -102,7 +102,8 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
             claims["waiting_for_rollout"] = within(rollout, step.begin_ns, first)
         generating = working_spans(lane, step, ROLLOUT, VALIDATE)
         if (replica := lane.source.replica) in step.served:
-            claims["no_requests"] = subtract(union(rollout, generating), step.served[replica])
+            alone = union(rollout, generating, step.during(WAIT_FOR_REQUESTS))
+            claims["no_requests"] = subtract(alone, step.served[replica])
             generating = union(generating, step.served[replica])
             claims["queued"] = step.queued(replica)
         claims["host_bound"] = union(generating, own_time, held)

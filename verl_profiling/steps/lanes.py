@@ -302,7 +302,7 @@ class Step:
         """Time in which each replica had an unfinished request, if requests were logged.
 
         Requests that were sent before the log began are not in it. If the engine iterates outside
-        all logged requests, it is taken to have served from the step's begin to then.
+        all logged requests, and again, it is taken to have served from the step's begin to then.
         """
         runs = defaultdict[int, list[tuple[int, int]]](list)
         for worker in self.of_capture:
@@ -315,6 +315,7 @@ class Step:
             replica = lane.source.replica
             if replica in served:
                 outside = ~holding(served[replica], lane.iterations[:, 0])
+                outside[1:] &= outside[:-1]  # an aborted request ends in the iteration before
                 last_ns = int(lane.iterations[outside, 1].max(initial=self.begin_ns))
                 before = spans_of([(self.begin_ns, last_ns)])
                 served[replica] = union(served[replica], before)
