@@ -12,7 +12,7 @@ from step_folders import spans_by_lane
 
 from tests.engines.example_engine import OwnServer
 from verl_profiling import ProfilingCallback
-from verl_profiling.analysis import CapturedStep
+from verl_profiling.analysis import CapturedStep, open_step
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
@@ -113,6 +113,7 @@ async def test_a_server_that_is_not_profiled_answers_all_the_same(session: Sessi
 
 
 def test_the_requests_switch_holds_for_own_engines(session: Session, tmp_path: Path) -> None:
+    """A rollout of which nothing was recorded is unknown."""
     config = {
         "enable": True,
         "save_path": str(tmp_path),
@@ -123,10 +124,14 @@ def test_the_requests_switch_holds_for_own_engines(session: Session, tmp_path: P
     with ProfilingCallback(config) as callback:
         callback.add_rollout(server)
         callback.on_step_begin(1)
+        callback.on_rollout_begin()
         asyncio.run(server.generate([1], 2))
+        callback.on_rollout_end()
         callback.on_step_end()
     [worker] = read_manifest(tmp_path / "step_000001").workers
     assert (worker.status, worker.requests) == ("ok", [])
+    report = open_step(tmp_path / "step_000001").report()
+    assert {row.kind for row in report.critical_path if row.stage == "rollout"} == {"unknown"}
 
 
 class BatchServer(RolloutCaptureMixin):

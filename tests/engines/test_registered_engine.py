@@ -12,6 +12,7 @@ from example_loops import settings
 
 from tests.engines.example_adapter import CountingEngine, CountingServer
 from verl_profiling import ConfigError, ProfilingCallback, engines
+from verl_profiling.cli import main
 from verl_profiling.engines import ENGINES, NEWEST_TESTED, adapter_named
 from verl_profiling.files.run_files import read_manifest
 from verl_profiling.workers import RolloutCaptureMixin
@@ -120,6 +121,27 @@ def test_a_registered_engine_is_known_by_name(tmp_path: Path) -> None:
         RolloutCaptureMixin.engine_args(settings(), engine="other")
     server = CountingServer(settings(tool="spans", save_path=str(tmp_path)), 0, 1)
     assert isinstance(server.engine, CountingEngine)
+
+
+def test_a_requested_capture_of_spans_has_the_requests(tmp_path: Path) -> None:
+    """The engine's profiler, which records another tool, is not started."""
+    watch = {"enable": True}
+    config = settings(save_path=str(tmp_path), tool=COUNTER, schedule={"steps": []}, watch=watch)
+    server = CountingServer(config, 0, 1)
+    with ProfilingCallback(config) as callback:
+        callback.add_rollout(server)
+        for step in (1, 2):
+            callback.on_step_begin(step)
+            callback.on_rollout_begin()
+            server.engine.generate([[1, 2]], 5)
+            callback.on_rollout_end()
+            callback.on_step_end()
+            if step == 1:
+                assert main(["trigger", str(tmp_path), "--tools", "spans"]) == 0
+    [worker] = read_manifest(tmp_path / "step_000002").workers
+    assert (worker.status, worker.tools, worker.artifacts) == ("ok", ["spans"], [])
+    assert [one.response_tokens for one in worker.requests] == [5]
+    assert not list(tmp_path.glob(".engines/*"))
 
 
 def moved(config: Any) -> CountingServer:

@@ -275,7 +275,7 @@ def new_spool(folder: Path) -> Path:
 
 def refusal(config: ProfilingConfig, role: str, request: CaptureStart, engine: str) -> str:
     """Return why an engine cannot make a capture with the tool that it was started with;
-    empty if it can.
+    empty if it can. It can always log its requests alone.
     """
     try:
         own, new = (config.for_role(role, selection) for selection in (None, request.selection))
@@ -284,7 +284,7 @@ def refusal(config: ProfilingConfig, role: str, request: CaptureStart, engine: s
     tools, others = (
         [(tool.name, tool.options) for tool in it.tools if tool.suffix] for it in (own, new)
     )
-    if not new.enable or tools == others:
+    if not new.enable or others in ([], tools):
         return ""
     names = ", ".join(name for name, _ in tools)
     how = f"to record with {names} alone" if names else "to write no trace"

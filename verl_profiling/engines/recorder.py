@@ -35,6 +35,7 @@ from verl_profiling.manifest import (
 )
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.roles import RoleConfig
+from verl_profiling.tools.base import SpansTool
 from verl_profiling.watch.process_sums import WatchQuestion, WatchReading
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,8 @@ class EngineRecorder:
                     f"start_capture(step={request.step}): {self.engine.name} has not answered an "
                     f"earlier start or stop of its profiler ({who})"
                 )
-            window = await self._open(request, role, ranks)
+            has_artifacts = any(tool.suffix for tool in role.tools)
+            window = await self._open(request, role, ranks if has_artifacts else [])
             self._slot.hooks.begun(request, who)
         return StartReply(who, "recording", received_ns, expected=window.expected)
 
@@ -152,13 +154,14 @@ class EngineRecorder:
             request.make_folder()
         file = self._slot.file.opened(request, role, self.identity)
         window: Window
-        if self._ranges is None:
+        if self._ranges is None or not ranks:
             window = SpoolWindow(file, role, self.engine, self.identity, ranks)
         else:
             window = RangeWindow(file, role, self.engine, self.identity, ranks, self._ranges)
         try:
             with measured(window.tool_spans, "start", request.stage):
-                await _while_alive(self.engine, self.engine.start())
+                if ranks:
+                    await _while_alive(self.engine, self.engine.start())
         except BaseException as error:
             self._in_doubt = True
             self.engine.remove_spool()
@@ -219,7 +222,8 @@ class EngineRecorder:
         window.ended()
         try:
             with measured(window.tool_spans, "stop", window.request.stage):
-                problem = await _while_alive(self.engine, self.engine.stop()) or ""
+                if window.ranks:
+                    problem = await _while_alive(self.engine, self.engine.stop()) or ""
         except Exception as error:
             self._in_doubt = True
             logger.error("%s: stopping the profiler failed: %s", self.identity, error)
@@ -257,7 +261,7 @@ class EngineRecorder:
             window.request,
             window.role,
             self.identity,
-            tools=[self.engine.tool.name],
+            tools=[self.engine.tool.name] if window.ranks else [SpansTool.name],
             status=status,
             reason=reason,
             artifacts=artifacts,

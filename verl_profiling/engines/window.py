@@ -34,7 +34,7 @@ class Window(ABC):
         role: Settings of the replica's role.
         engine: The engine's adapter.
         identity: Role, rank and host of the replica.
-        ranks: The ranks inside the replica that are selected.
+        ranks: The ranks inside the replica that are selected; empty to log requests alone.
 
     Attributes:
         request: The request of the capture.
@@ -142,7 +142,7 @@ class SpoolWindow(Window):
             self._output(artifact, written.get(place), problem)
             for place, artifact in zip(self._places(), self.expected, strict=True)
         ]
-        if self.request.keep and self.engine.window.merge_profiles:
+        if self.ranks and self.request.keep and self.engine.window.merge_profiles:
             outputs.append(self._merged(self.engine.merged_in(paths)))
         return outputs
 

@@ -113,6 +113,9 @@ def _add_lanes(graph: Graph, step: Step, workers: int) -> None:
     """
     replicas = [worker for worker in step.workers if worker.identity.replica is not None]
     graph.engines = {worker.name for worker in replicas}
+    logged = {worker.name for worker in replicas if worker.requests_logged}
+    recorded = logged.union(lane.source.worker for lane in step.lanes)
+    graph.misses_engines = bool(replicas) and not graph.engines & recorded
     devices = lane_rows.shared_devices(step)
     on_device = [lanes for lanes in devices if lanes[0].on_device]
     graph.lanes, graph.on_device = len(on_device or devices) or workers, bool(on_device)

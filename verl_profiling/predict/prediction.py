@@ -21,7 +21,7 @@ from verl_profiling.predict.change_effects import Baseline, CallTimes
 from verl_profiling.predict.changes import TOOL, Changes, tool_name
 from verl_profiling.predict.replays import Replay, replay
 from verl_profiling.predict.replicas import on_resources
-from verl_profiling.predict.segments import DELAY, LAG_BY, OWN, WORK
+from verl_profiling.predict.segments import DELAY, LAG_BY, WORK
 from verl_profiling.predict.slack import SlackRow, slack_rows
 from verl_profiling.predict.step_graph import Graph
 from verl_profiling.slices.intervals import length, within
@@ -340,9 +340,7 @@ def _path_rows(replayed: Replay, is_idle_known: bool) -> list[PathRow]:
 def _path_row(replayed: Replay, part: PathPart, is_capture: bool, is_idle_known: bool) -> PathRow:
     graph, segment = replayed.graph, replayed.graph.segments[part.segment]
     stage = " / ".join(segment.around if part.is_delay else segment.within) or OUTSIDE_STAGES
-    kind = DELAY if part.is_delay else segment.kind
-    if kind == OWN and segment.within and segment.within[-1].startswith(WAIT):
-        kind = WAIT.rstrip(":")
+    kind = DELAY if part.is_delay else graph.kind_of(segment)
     return PathRow(
         stage=CAPTURE_CALLS if is_capture else stage,
         who=f"{segment.who} {segment.trajectory}" if segment.trajectory else segment.who,

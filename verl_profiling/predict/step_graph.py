@@ -10,9 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from verl_profiling.files.step_summary import ROLLOUT
+from verl_profiling.manifest import WAIT
 from verl_profiling.numbers.given_work import Load
-from verl_profiling.predict.segments import NOTHING, Chains, SegmentTable
+from verl_profiling.predict.segments import NOTHING, OWN, Chains, Segment, SegmentTable
 from verl_profiling.slices.intervals import EMPTY, Ints, Spans
+from verl_profiling.steps.trajectory_spans import UNKNOWN
 
 
 class Hold(NamedTuple):
@@ -114,6 +117,7 @@ class Graph:
         lanes: Number of the step's devices, else of its workers.
         on_device: Whether the lanes are devices, and not processes on CPUs.
         engines: Names of the workers that are replicas of an engine.
+        misses_engines: Whether there are replicas, and nothing was recorded of them.
         synced: Processes whose waits for other ranks are recorded.
         cut: Last segments of trajectories and requests that began before the step.
         loads: Function that returns the runs with known work in a stage, by worker.
@@ -142,6 +146,7 @@ class Graph:
     lanes: int = 0
     on_device: bool = False
     engines: set[str] = field(default_factory=set)
+    misses_engines: bool = False
     synced: set[str] = field(default_factory=set)
     cut: set[int] = field(default_factory=set)
     loads: Callable[[str], Mapping[str, Load]] = lambda stage: {}
@@ -149,6 +154,15 @@ class Graph:
     def after(self) -> list[list[int]]:
         """Return the predecessors of each segment outside chains, in order of their indexes."""
         return [one.after for one in self.segments.others]
+
+    def kind_of(self, segment: Segment) -> str:
+        """Return the kind of a segment on the path: own code may be a wait, or unknown."""
+        inner = segment.within[-1] if segment.within else ""
+        if segment.kind == OWN and inner.startswith(WAIT):
+            return WAIT.removesuffix(":")
+        if segment.kind == OWN and inner == ROLLOUT and self.misses_engines:
+            return UNKNOWN
+        return segment.kind
 
     def with_polls(self, factor_of: Callable[[int], float]) -> Graph:
         """Return the graph with each polling period multiplied by its segment's factor."""
