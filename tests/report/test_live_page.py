@@ -137,7 +137,7 @@ def test_the_first_screen_tells_six_runs_apart(seed: int, tmp_path: Path) -> Non
         assert f"{who}</strong>" in heads[kind]
         assert f"Look at {who}." in heads[kind]
     assert f"actor_rank{runs['slow rank'].rank} is " in heads["slow rank"]
-    assert "Steps grow: +" in heads["growing sync"]
+    assert "Steps grew from " in heads["growing sync"]
     assert "It was not captured: the watch has requested 0 captures" in heads["not captured"]
     assert "<strong>Healthy again</strong>" in heads["ended hang"]
     hung = runs["ended hang"]

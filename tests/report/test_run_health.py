@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -148,6 +149,47 @@ def test_a_lack_of_cpu_is_said_without_a_notice(
         "short of CPU: a process of actor was ready to run and got no CPU for 60% of the time"
     )
     assert (sentence in " ".join(capsys.readouterr().out.split())) is is_short
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("steps_of_growth", "how"),
+    [
+        (1, r"jumped from 4\.\d+ s to 5\.\d+ s in step 20, most in update_actor \(from [23]"),
+        (20, r"grew from 4\.\d+ s to 5\.\d+ s in steps (\d+) to \d+, most in update_actor"),
+        (40, r"grew from 4\.\d+ s to 5\.\d+ s since step (\d+), most in update_actor"),
+    ],
+)
+def test_growth_is_no_jump_and_has_its_begin(
+    steps_of_growth: int, how: str, seed: int, tmp_path: Path
+) -> None:
+    """A slow first step and an outlier do not hide it; a fault that is noticed is there since its
+    begin, too.
+    """
+    noise = random.Random(seed)
+    steps = []
+    for step in range(1, 60):
+        actor_ms = 3_000 * (1 + 0.4 * min(max(step - 19, 0) / steps_of_growth, 1))
+        times = {
+            "rollout": 1_000 * (3 if step in (1, 30) else 1),
+            "update_actor": actor_ms * noise.lognormvariate(0, 0.01),
+        }
+        steps.append(summary(step, times, leader=""))
+    steps[44].noticed = slow(45, steps[44].exposed_s["update_actor"], 3.0)
+    text = health_of(tmp_path / "run", steps)
+    found = re.search(f"Steps {how}", text)
+    assert found is not None, text
+    noticed = re.search(r"Not as usual since step (\d+): update_actor", text)
+    assert noticed is not None, text
+    assert all(abs(int(since) - 20) <= 3 for since in (*found.groups(), noticed[1]))
+
+
+def test_a_change_that_is_over_is_not_told(tmp_path: Path) -> None:
+    steps = [
+        summary(step, {"update_actor": 3_000 + 2_000 * (9 < step < 22) + step % 7}, leader="")
+        for step in range(1, 40)
+    ]
+    assert "Healthy\n" in health_of(tmp_path / "run", steps)
 
 
 def test_a_fault_is_since_its_begin_not_since_its_notice(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from verl_profiling.capture_request import Trigger
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_signs import ran_in, sign_of
 from verl_profiling.report.phrases import counted, most_helpful, short_of_cpu
-from verl_profiling.report.run_table import trend_of
+from verl_profiling.report.run_table import Trend, trend_of
 from verl_profiling.report.watch_frame import IN_NO_STAGE, RunView, noticed_in
 from verl_profiling.units import duration, listed
 
@@ -93,7 +93,7 @@ def _noticed(
     step = trigger.noticed or 0
     shows = [each for each in steps if not each.captured and ran_in(trigger, each)]
     now, lasts = _how_it_is(trigger, [each for each in shows if each.step > step])
-    since = _since(trigger, [each for each in shows if each.step < step])
+    since = _since(trigger, shows)
     who = listed(trigger.suspects) or trigger.span or trigger.stage or "no process"
     what = f"{trigger.reason[:1].upper()}{trigger.reason[1:]}"
     return Event(
@@ -131,22 +131,25 @@ def least_value(trigger: Trigger) -> float:
     return min(least, _STILL * usual) if usual else least
 
 
-def _since(trigger: Trigger, earlier: Sequence[StepSummary]) -> int:
-    """Return the step from which on an anomaly was there, before it was noticed.
+def _since(trigger: Trigger, shows: Sequence[StepSummary]) -> int:
+    """Return the step from which on an anomaly was there, which is before it was noticed: the first
+    of a row above :func:`least_value`, or where the growth to it began.
 
     Args:
         trigger: The anomaly.
-        earlier: The earlier steps that may show it. Where they do not, the begin is not known
-            earlier than in the next one that does.
+        shows: The steps that may show it. Where they do not, the begin is not known earlier than
+            in the next one that does.
     """
-    sign, least = sign_of(trigger), least_value(trigger)
-    since = trigger.noticed or 0
-    for step in reversed(earlier):
-        value = sign.value_in(trigger, step)
-        if value is not None and value <= least:
+    sign, since = sign_of(trigger), trigger.noticed or 0
+    values = {step.step: sign.value_in(trigger, step) for step in shows}
+    known = {step: value for step, value in values.items() if value is not None}
+    for step in reversed(known):
+        if step < since and known[step] <= least_value(trigger):
             break
-        if value is not None:
-            since = step.step
+        since = min(since, step)
+    trend, steps = trend_of([*known.values()], 0.0), [*known]
+    if trend is not None and steps[trend.last] < since <= steps[trend.first]:
+        since = steps[trend.last + 1]
     return since
 
 
@@ -229,16 +232,20 @@ def _slower(steps: Sequence[StepSummary]) -> list[str]:
     trend = trend_of(took, _GROWN * median(took))
     if trend is None or trend.seconds < 0:
         return []
-    split = trend.since or len(latest) // 2
-    before, after = ([step.exposed_s for step in part] for part in (latest[:split], latest[split:]))
-    grown_s = {name: _median(after, name) - _median(before, name) for name in after[-1]}
-    most = max(grown_s, key=grown_s.__getitem__)
-    longer = duration(trend.seconds, signed=True)
-    how = f"Steps grow: {longer} over {len(latest)} steps"
-    if trend.since:
-        how = f"Steps take {longer} since step {latest[split].step}"
-    return [f"{how}, most in {most or IN_NO_STAGE} ({duration(grown_s[most], signed=True)})."]
+    stages = [step.exposed_s for step in latest]
+    trends = [
+        (name, trend.fitted([of_step.get(name, 0.0) for of_step in stages])) for name in stages[-1]
+    ]
+    name, grown = max(trends, key=lambda of_stage: of_stage[1].seconds)
+    begin, end = latest[trend.last + 1].step, latest[trend.first].step
+    how, when = "grew", f"in steps {begin} to {end}"
+    if trend.kind == "jump":
+        how, when = "jumped", f"in step {begin}"
+    elif trend.first >= len(latest) - _LATEST:  # whether it goes on is not known before
+        when = f"since step {begin}"
+    most = f"most in {name or IN_NO_STAGE} ({_from_to(grown)})"
+    return [f"Steps {how} {_from_to(trend)} {when}, {most}."]
 
 
-def _median(times: Sequence[Mapping[str, float]], stage: str) -> float:
-    return median(of_step.get(stage, 0.0) for of_step in times)
+def _from_to(trend: Trend) -> str:
+    return f"from {duration(trend.before)} to {duration(trend.after)}"
