@@ -543,6 +543,27 @@ def test_loop_lag_goes_with_the_tool_that_blocks_the_loop(tmp_path: Path) -> Non
         step.what_if(unblock=["search"])
 
 
+@pytest.mark.parametrize("begin", [0, 0.5])
+def test_loop_lag_of_several_blocks_is_divided(begin: float, tmp_path: Path) -> None:
+    """Each part goes with the call that blocks the loop in it, or with the calls around that."""
+    log = DrawnLog()
+    number = log.trajectory(0, 4)
+    turn = log.span("turn", 0, 4, number)
+    log.block(1, 2, log.span("tool:sandbox", 1, 2, number, turn), "agent.run (agent.py:7)")
+    log.block(2.005, 4, log.span("tool:parse", 2.005, 4, number, turn), "agent.parse (agent.py:9)")
+    log.trajectory(begin, 6, ("tool:search", begin, 4.01), ("reward", 4.01, 6))
+    drawn_inputs(tmp_path, [("rollout", 0, 6), ("update_actor", 6, 10)], [])
+    log.add_to(tmp_path)
+    step = open_step(tmp_path)
+    path = path_of(step.what_if())
+    for name, took_s in (("sandbox", 1.005), ("parse", 1.995)):
+        row = ("rollout", "agent_loop_rank0 g.1", f"loop lag by tool:{name}", took_s)
+        assert row in path
+        assert predicted_s(step, unblock=[name]) == pytest.approx(10 - took_s)
+    assert predicted_s(step, tools={"parse": "0.5x"}) == pytest.approx(10 - 0.9975)
+    assert predicted_s(step, tools={"turn": "0.5x"}) == pytest.approx(10 - 1.5)
+
+
 def test_all_ranks_leave_a_collective_when_the_last_one_has_entered(tmp_path: Path) -> None:
     """Rank 1 works until 7; rank 0 waits for it, and is last at the end."""
     ranks = [0, 1]

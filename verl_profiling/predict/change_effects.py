@@ -113,18 +113,16 @@ class Baseline:
         for row in chains.open_spans():
             rows = row[(row != NO_SPAN) & ~is_lag]
             names |= {tool_name(chains.records.names[name]) for name in np.unique(table.name[rows])}
-        for number in np.unique(chains.kind[is_lag]):
-            kind = chains.kinds[number]
-            if kind.startswith(LAG_BY):
+        for number, kind in enumerate(chains.kinds):
+            if kind.startswith(LAG_BY) and number in chains.kind:
                 ats = np.flatnonzero(chains.kind == number).tolist()
                 blocked[tool_name(kind.removeprefix(LAG_BY))] += ats
         return names
 
     def calls_of(self, name: str) -> CallTimes:
         """Return the segments inside calls of a name; of nested ones, the outermost call counts."""
-        called = self._called.get(name, {})
-        ats, took_ns = [*called], [*called.values()]
-        parts = [(np.array(ats, np.int64), np.array(took_ns, np.int64))]
+        called = self._called.get(name, {}).items()
+        times = np.array([*called], np.int64).reshape(-1, 2)
         if self._chains is not None:
             of_rows = np.full(len(self._chains.begin), NO_SPAN)
             spans = self._chains.records.spans
@@ -133,14 +131,9 @@ class Baseline:
             for row in self._chains.open_spans():
                 of_rows = np.where(is_call[row], row, of_rows)
             rows = np.flatnonzero(of_rows != NO_SPAN)
-            parts.append((rows, (spans.end - spans.since)[of_rows[rows]]))
-            for number, kind in enumerate(self._chains.kinds):
-                if kind.startswith(LAG_BY) and tool_name(kind.removeprefix(LAG_BY)) == name:
-                    rows = np.flatnonzero(self._chains.kind == number)
-                    mean_ns = self._chains.blocked_ns.get(kind.removeprefix(LAG_BY), 0)
-                    if mean_ns:
-                        parts.append((rows, np.full(len(rows), mean_ns)))
-        return CallTimes(*map(np.concatenate, zip(*parts, strict=True)))
+            took_ns = (spans.end - spans.since)[of_rows[rows]]
+            times = np.append(times, np.stack((rows, took_ns), axis=1), axis=0)
+        return CallTimes(*times.T)
 
     def replay(self, changes: Changes, waits: float = 1.0, unseen: float = 1.0) -> Replay:
         """Return the replay of the step with all changes but replicas and steps ahead.

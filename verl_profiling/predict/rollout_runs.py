@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import numpy as np
 
+from verl_profiling.files.trajectory_log import NO_SPAN
 from verl_profiling.manifest import Request
 from verl_profiling.predict.loop_runs import Run
 from verl_profiling.predict.segments import (
@@ -25,7 +26,7 @@ from verl_profiling.predict.segments import (
     spans_around,
 )
 from verl_profiling.predict.step_graph import Hold, Limit
-from verl_profiling.slices.intervals import Ints
+from verl_profiling.slices.intervals import Axes, grouped
 from verl_profiling.steps.causes import Pieces
 from verl_profiling.steps.lanes import Step
 from verl_profiling.steps.read import Content
@@ -34,6 +35,7 @@ from verl_profiling.steps.trajectory_columns import (
     LOOP_LAG,
     Records,
 )
+from verl_profiling.steps.trajectory_spans import column
 
 
 def rollout_runs(
@@ -52,10 +54,12 @@ def rollout_runs(
     for limit in limits:
         for hold in limit.holds:
             holds[hold.trajectory].append((limit, hold))
-    pieces = content.pieces.of(np.lexsort((content.pieces.begin, content.pieces.owner)))
-    parts, runs = _Parts(records, served), list[Run]()
+    pieces, runs = _by_blocker(content.pieces, records), list[Run]()
     is_chain = _chained(content, pieces)
-    chains, rows = list[int](), _rows_of_others(pieces, is_chain)
+    is_chain &= np.array([one.lane != loop for one in records.trajectories], bool)
+    is_chain[[*{*holds} - {NO_SPAN}]] = False
+    others = (column.tolist() for column in pieces.of(~is_chain[pieces.owner])[:-1])
+    rows, chains = grouped(zip(*others, strict=True), itemgetter(0)), list[int]()
     for number, trajectory in enumerate(records.trajectories):
         if trajectory.cut_end:
             continue
@@ -64,17 +68,28 @@ def rollout_runs(
         if trajectory.said.group:
             run.trajectory = f"{trajectory.said.group}.{trajectory.said.sample}"
         runs.append(run)
-        if is_chain[number] and number not in holds and trajectory.lane != loop:
+        if is_chain[number]:
             run.chain = len(chains)
             chains.append(number)
             continue
         run.is_cut = trajectory.cut_begin
-        mine = list(_cut(rows(number), [hold for _, hold in holds[number]]))
-        run.pieces = _acquired(parts.of(mine), holds[number])
-        first_span = mine[0][-1] if mine else -1
-        if trajectory.cut_begin and first_span >= 0:
-            run.before = parts.before(first_span, trajectory.since_ns, trajectory.begin_ns)
-    table = parts.chains(pieces, chains, runs) if chains else None
+        mine = list(_cut(rows.get(number, ()), [hold for _, hold in holds[number]]))
+        parts = [
+            Segment(
+                pieces.causes[cause],
+                begin_ns,
+                end_ns,
+                calls=open_calls(records, span, begin_ns),
+                request=served.get(span),
+            )
+            for _, begin_ns, end_ns, cause, _, span in mine
+        ]
+        run.pieces = _acquired(parts, holds[number])
+        own = (span for *_, cause, _, span in mine if cause < len(records.names))  # lag has none
+        first_span = next(own, NO_SPAN)
+        if trajectory.cut_begin and first_span != NO_SPAN:
+            run.before = _before(records, first_span, trajectory.since_ns, trajectory.begin_ns)
+    table = _chains(content, pieces, chains, runs) if chains else None
     return [*runs, *_requests(step, served.values())], table
 
 
@@ -86,28 +101,14 @@ def _chained(content: Content, pieces: Pieces) -> Bools:
         content: Everything that was read of the step.
         pieces: The time of the trajectories, by trajectory and begin.
     """
-    records = content.records
-    is_chain = np.array([not (one.cut_begin or one.cut_end) for one in records.trajectories], bool)
-    begin = np.array([one.begin_ns for one in records.trajectories], np.int64)
-    is_chain &= begin > content.step.begin_ns  # what begins earlier may be carried work
+    trajectories, names = content.records.trajectories, ("cut_begin", "cut_end", "begin_ns")
+    cut_begin, cut_end, begin = (column(trajectories, name) for name in names)
+    # what begins before the step may be carried work
+    is_chain: Bools = (cut_begin + cut_end == 0) & (begin > content.step.begin_ns)
     is_chain &= np.bincount(pieces.owner, minlength=len(is_chain)) > 0
     is_same = pieces.owner[1:] == pieces.owner[:-1]
     is_chain[pieces.owner[1:][is_same & (pieces.begin[1:] < pieces.end[:-1])]] = False
     return is_chain
-
-
-def _rows_of_others(pieces: Pieces, is_chain: Bools) -> Callable[[int], list[tuple[int, ...]]]:
-    """Return the function that returns the pieces of a trajectory as rows."""
-    edges = np.searchsorted(pieces.owner, np.arange(len(is_chain) + 1)).tolist()
-
-    def rows(number: int) -> list[tuple[int, ...]]:
-        return list(_rows(*(column[edges[number] : edges[number + 1]] for column in pieces[:-1])))
-
-    return rows
-
-
-def _rows(*columns: Ints) -> Iterator[tuple[int, ...]]:
-    return zip(*(column.tolist() for column in columns), strict=True)
 
 
 def _cut(rows: Iterable[tuple[int, ...]], holds: Sequence[Hold]) -> Iterator[tuple[int, ...]]:
@@ -168,111 +169,72 @@ def _is_late(part: Segment, hold: Hold) -> bool:
     return is_in_wait and hold.since_ns <= part.begin_ns and part.kind.startswith(LOOP_LAG)
 
 
-class _Parts:
-    """Divides the time of trajectories into segments.
+def _by_blocker(pieces: Pieces, records: Records) -> Pieces:
+    """Return the time of trajectories by trajectory and begin, with loop lag divided at the begin
+    of each block: each part has its blocker as its cause, and the span that blocks the loop.
+    """
+    blocks, loops = records.blocks, int(pieces.loop.max(initial=0)) + 1
+    is_lag = pieces.cause == records.names.index(LOOP_LAG)
+    lag = pieces.of(is_lag)
+    axes = Axes(loops, blocks.begin, blocks.end, lag.begin, lag.end)
+    begins = axes.put(blocks.loop, blocks.begin, blocks.end)[:, 0]
+    order = np.argsort(begins)
+    held = axes.put(lag.loop, lag.begin, lag.end)
+    first = np.searchsorted(begins, held[:, 0], "right", order) - 1
+    many = np.searchsorted(begins, held[:, 1], "left", order) - first
+    row, edges = np.repeat(np.arange(len(many)), many), np.cumsum(many)
+    block = order[np.arange(len(row)) + np.repeat(first - edges + many, many)]
+    begin = np.maximum(blocks.begin[block], lag.begin[row])
+    end = np.roll(begin, -1)
+    end[edges - 1] = lag.end
+    cause = len(records.names) + blocks.what[block]
+    divided = lag.of(row, begin=begin, end=end, cause=cause, span=blocks.span[block])
+    every = pieces.of(~is_lag).joined(divided)
+    kinds = [*records.names, *(LAG_BY + name for _, name, _ in records.blockers)]
+    return every.of(np.lexsort((every.begin, every.owner)), causes=kinds)
+
+
+def _chains(
+    content: Content, pieces: Pieces, numbers: Sequence[int], runs: Iterable[Run]
+) -> Chains:
+    """Return the time of trajectories as chains.
 
     Args:
-        records: The trajectories.
-        served: The engine request of each span that has one.
+        content: Everything that was read of the step.
+        pieces: The time of all trajectories, by trajectory and begin.
+        numbers: The trajectories, in order.
+        runs: The runs of all trajectories.
     """
+    mine = pieces.of(np.flatnonzero(np.isin(pieces.owner, numbers)))
+    chained = [run for run in runs if run.chain != NOTHING]
+    return Chains(
+        begin=mine.begin,
+        end=mine.end,
+        kind=mine.cause,
+        span=mine.span,
+        edges=np.append(np.searchsorted(mine.owner, numbers), len(mine.owner)),
+        kinds=mine.causes,
+        who=[run.who for run in chained],
+        trajectory=[run.trajectory for run in chained],
+        links=[Link(NOTHING, (), NOTHING, 0)] * len(chained),
+        records=content.records,
+        served=content.served,
+    )
 
-    def __init__(self, records: Records, served: Mapping[int, Request]) -> None:
-        self._records, self._served = records, served
-        spans = records.spans
-        counts = np.bincount(spans.name, minlength=len(records.names))
-        took_ns = np.bincount(spans.name, spans.end - spans.since, minlength=len(counts))
-        self._mean_ns = {
-            name: round(took_ns[number] / counts[number])
-            for number, name in enumerate(records.names)
-            if counts[number]
-        }
-        self._blocks = defaultdict[int, list[tuple[int, int]]](list)
-        blocks = records.blocks
-        for loop, begin, what in sorted(_rows(blocks.loop, blocks.begin, blocks.what)):
-            self._blocks[loop].append((begin, what))
 
-    def _called(self, begin: int, end: int, cause: int, loop: int, span: int) -> tuple[str, Calls]:
-        """Return the kind of a piece of a trajectory's time, and the open spans around it.
+def _before(records: Records, span: int, since_ns: int, until_ns: int) -> list[Segment]:
+    """Return a trajectory's segments from its begin to an instant in a span.
 
-        While a call blocks the event loop, the kind and the span are that call's.
-
-        Args:
-            begin: Begin of the piece.
-            end: Its end.
-            cause: Index of its cause among the names of the records.
-            loop: The event loop of the trajectory.
-            span: The innermost span of the trajectory.
-        """
-        kind = self._records.names[cause]
-        blocks = self._blocks[loop]
-        place = bisect_left(blocks, (end,))
-        if kind == LOOP_LAG and place:
-            blocker = self._records.blockers[blocks[place - 1][1]][1]
-            mean_ns = self._mean_ns.get(blocker, 0)
-            return LAG_BY + blocker, ((blocker, mean_ns),) if mean_ns else ()
-        return kind, open_calls(self._records, span, begin)
-
-    def chains(self, pieces: Pieces, numbers: Sequence[int], runs: Iterable[Run]) -> Chains:
-        """Return the time of trajectories as chains.
-
-        Args:
-            pieces: The time of all trajectories, by trajectory and begin.
-            numbers: The trajectories, in order.
-            runs: The runs of all trajectories.
-        """
-        mine = pieces.of(np.flatnonzero(np.isin(pieces.owner, numbers)))
-        kinds = [*self._records.names, *(LAG_BY + name for _, name, _ in self._records.blockers)]
-        chained = [run for run in runs if run.chain != NOTHING]
-        return Chains(
-            begin=mine.begin,
-            end=mine.end,
-            kind=self._kinds(mine),
-            span=mine.span,
-            edges=np.append(np.searchsorted(mine.owner, numbers), len(mine.owner)),
-            kinds=kinds,
-            who=[run.who for run in chained],
-            trajectory=[run.trajectory for run in chained],
-            links=[Link(NOTHING, (), NOTHING, 0)] * len(chained),
-            records=self._records,
-            served=self._served,
-            blocked_ns=self._mean_ns,
-        )
-
-    def _kinds(self, pieces: Pieces) -> Ints:
-        """Return the kind of each piece: its cause, or of lag by a known call, its blocker."""
-        kind: Ints = pieces.cause.copy()
-        blocks = self._records.blocks
-        lag = np.flatnonzero(pieces.cause == self._records.names.index(LOOP_LAG))
-        for loop in np.unique(pieces.loop[lag]):
-            mine = np.flatnonzero(blocks.loop == loop)
-            mine = mine[np.lexsort((blocks.what[mine], blocks.begin[mine]))]
-            of_loop = lag[pieces.loop[lag] == loop]
-            place = np.searchsorted(blocks.begin[mine], pieces.end[of_loop])
-            known = of_loop[place > 0]
-            kind[known] = len(self._records.names) + blocks.what[mine[place[place > 0] - 1]]
-        return kind
-
-    def before(self, span: int, since_ns: int, until_ns: int) -> list[Segment]:
-        """Return a trajectory's segments from its begin to an instant in a span.
-
-        Each ends where the next open call begins, and is named after the call around it.
-        """
-        parts = [Segment(BEFORE, since_ns, until_ns)]
-        around, calls = spans_around(self._records, span), Calls()
-        for name, begin_ns, end_ns in around:
-            calls = (*calls, (name, end_ns - begin_ns))
-            if begin_ns < until_ns:
-                parts[-1].end_ns = begin_ns
-                parts.append(Segment(name, begin_ns, until_ns, calls=calls))
-        return parts
-
-    def of(self, rows: Iterable[tuple[int, ...]]) -> list[Segment]:
-        """Return the segments of a trajectory; rows are owner, begin, end, cause, loop and span."""
-        parts: list[Segment] = []
-        for _, begin, end, cause, loop, span in rows:
-            kind, calls = self._called(begin, end, cause, loop, span)
-            parts.append(Segment(kind, begin, end, calls=calls, request=self._served.get(span)))
-        return parts
+    Each ends where the next open call begins, and is named after the call around it.
+    """
+    parts = [Segment(BEFORE, since_ns, until_ns)]
+    around, calls = spans_around(records, span), Calls()
+    for name, begin_ns, end_ns in around:
+        calls = (*calls, (name, end_ns - begin_ns))
+        if begin_ns < until_ns:
+            parts[-1].end_ns = begin_ns
+            parts.append(Segment(name, begin_ns, until_ns, calls=calls))
+    return parts
 
 
 _end_of = attrgetter("end_ns")

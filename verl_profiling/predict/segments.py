@@ -33,7 +33,7 @@ NOTHING = -1
 
 Bools = NDArray[np.bool_]
 Calls = tuple[tuple[str, int], ...]
-"""Name and duration (ns) of a trajectory's nested spans, the outermost first."""
+"""Name and duration (ns) of nested spans, the outermost first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class Segment:
         around: Stages around the delay before the segment.
         after: Its predecessors, as indexes in :attr:`Graph.segments`.
         trajectory: ``GROUP.SAMPLE`` of the trajectory, else its number; empty for others.
-        calls: Open spans of the trajectory; for lag, the call that blocks the event loop.
+        calls: Open spans of the trajectory; for lag, those of the task that blocks the event loop.
         part: Index in :attr:`Graph.parts` of the worker's stage around the segment, or -1.
         capture_ns: Time in which the loop only waits for recordings to start or stop.
         request: The engine request that the segment is a part of.
@@ -122,7 +122,8 @@ class Chains:
         begin: Begin of each segment (ns).
         end: End of each segment (ns).
         kind: Index of each segment's kind in ``kinds``.
-        span: Row of the innermost span of each segment in the records, or ``NO_SPAN``.
+        span: Row of the innermost span of each segment in the records, or ``NO_SPAN``; for lag,
+            that of the task that blocks the event loop.
         edges: Index at which each chain begins, and the number of all segments.
         kinds: The kinds.
         who: Lane of each chain.
@@ -130,7 +131,6 @@ class Chains:
         links: How each chain is linked to the graph.
         records: The trajectories and their spans.
         served: The engine's request of each span that has one.
-        blocked_ns: Mean duration of calls that block event loops, by name.
     """
 
     begin: Ints
@@ -144,7 +144,6 @@ class Chains:
     links: list[Link]
     records: Records
     served: Mapping[int, Request]
-    blocked_ns: Mapping[str, int]
 
     @property
     def first(self) -> Ints:
@@ -202,11 +201,10 @@ class Chains:
     def open_spans(self) -> Iterator[Ints]:
         """Yield the innermost open span of each segment, then the spans around it, level by level.
 
-        Segments without one have ``NO_SPAN``, as have waits and lag by a known call.
+        Segments without one have ``NO_SPAN``, as have waits.
         """
-        has_no_calls = self.of_kinds(WAIT) | self.of_kinds(LAG_BY)
         spans = self.records.spans
-        row = np.where(has_no_calls, NO_SPAN, self.span)
+        row = np.where(self.of_kinds(WAIT), NO_SPAN, self.span)
         while (row != NO_SPAN).any():
             is_open = (row != NO_SPAN) & (spans.end[row] > self.begin)
             yield np.where(is_open, row, NO_SPAN)
@@ -227,16 +225,10 @@ class Chains:
             link.within,
             [] if before == NOTHING else [before],
             self.trajectory[number],
-            self._calls(kind, begin_ns, span),
+            open_calls(self.records, span, begin_ns),
             link.part,
             request=self.served.get(span),
         )
-
-    def _calls(self, kind: str, begin_ns: int, span: int) -> Calls:
-        if kind.startswith(LAG_BY):
-            name = kind.removeprefix(LAG_BY)
-            return ((name, self.blocked_ns[name]),) if self.blocked_ns.get(name) else ()
-        return open_calls(self.records, span, begin_ns)
 
 
 def spans_around(records: Records, span: int) -> list[tuple[str, int, int]]:

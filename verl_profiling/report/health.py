@@ -141,8 +141,9 @@ def _since(trigger: Trigger, shows: Sequence[StepSummary]) -> int:
             in the next one that does.
     """
     sign, since = sign_of(trigger), trigger.noticed or 0
-    values = {step.step: sign.value_in(trigger, step) for step in shows}
-    known = {step: value for step, value in values.items() if value is not None}
+    known = {
+        step.step: value for step in shows if (value := sign.value_in(trigger, step)) is not None
+    }
     for step in reversed(known):
         if step < since and known[step] <= least_value(trigger):
             break
@@ -227,7 +228,6 @@ def _slower(steps: Sequence[StepSummary]) -> list[str]:
     latest = [step for step in steps[-_RECENT:] if not step.captured]
     if len(latest) < _LEAST_STEPS:
         return []
-    latest = latest[1:]  # the first step warms up
     took = [step.seconds for step in latest]
     trend = trend_of(took, _GROWN * median(took))
     if trend is None or trend.seconds < 0:

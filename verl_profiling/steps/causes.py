@@ -47,7 +47,6 @@ from verl_profiling.steps.trajectory_columns import (
     REQUEST_PARTS,
     TO_THE_ENGINE,
     UNEXPLAINED,
-    Blocks,
     Records,
     SpanTable,
 )
@@ -174,7 +173,7 @@ def pieces_of(records: Records, served: Mapping[int, Request]) -> tuple[Pieces, 
     of_trajectories = of_processes._replace(owner=owner, loop=spans.loop[index], span=index)
     in_spans = of_trajectories.of(owner >= 0)
     waits = _by_request(in_spans, spans, served).joined(_in_no_span(records))
-    return _with_lag(waits, records.blocks), of_processes.of(owner < 0)
+    return _with_lag(waits, records), of_processes.of(owner < 0)
 
 
 def _by_request(pieces: Pieces, spans: SpanTable, served: Mapping[int, Request]) -> Pieces:
@@ -229,8 +228,9 @@ def _in_no_span(records: Records) -> Pieces:
     return Pieces(number, begin, end, cause, loop[number], np.full(len(number), -1), records.names)
 
 
-def _with_lag(waits: Pieces, blocks: Blocks) -> Pieces:
+def _with_lag(waits: Pieces, records: Records) -> Pieces:
     """Return the intervals with loop lag cut out: the lag of an interval, then the rest of it."""
+    blocks = records.blocks
     if not len(blocks.loop):
         return waits
     until = blocks.end + _TOGETHER_NS
@@ -248,7 +248,8 @@ def _with_lag(waits: Pieces, blocks: Blocks) -> Pieces:
     axes = Axes(
         int(waits.owner.max(initial=0)) + 1, blocks.begin, blocks.end, low[late], high[late]
     )
-    by_itself = union(axes.put(blocks.trajectory, blocks.begin, blocks.end))
+    owner = np.append(records.spans.trajectory, -1)[blocks.span]
+    by_itself = union(axes.put(owner, blocks.begin, blocks.end))
     mine = axes.put(waits.owner[late], low[late], high[late])
     _, since, until = axes.take(by_itself)
     first = np.searchsorted(by_itself[:, 1], mine[:, 0]).tolist()

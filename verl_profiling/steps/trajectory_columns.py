@@ -142,14 +142,14 @@ class Blocks(NamedTuple):
         loop: Number of the event loop.
         begin: Begin (unix ns).
         end: End (unix ns).
-        trajectory: Index of the trajectory whose task blocked the loop, or -1.
+        span: Row in :attr:`Records.spans` of the span whose task blocked the loop, or -1.
         what: Index in :attr:`Records.blockers` of the code that blocked the loop.
     """
 
     loop: Ints
     begin: Ints
     end: Ints
-    trajectory: Ints
+    span: Ints
     what: Ints
 
 
@@ -239,7 +239,7 @@ class Records:
             numbers: Index of each trajectory in ``trajectories``, by its id in the log.
 
         Returns:
-            Index of the trajectory of each added span, by the span's id in the log.
+            Row in ``spans`` of each added span, by the span's id in the log.
         """
         spans = [span for span in log.spans if span.trajectory in numbers]
         order = np.lexsort((column(spans, "id"), column(spans, "begin_ns")))
@@ -277,10 +277,10 @@ class Records:
         reach = _reach(parent, end[kept])
         parent[parent != NO_SPAN] += self._rows
         self._spans.append(np.concatenate((table, [parent, reach])))
-        self._rows += len(kept)
+        before, self._rows = self._rows, self._rows + len(kept)
         if not log.blocks:
             return {}
-        return {spans[number].id: int(owner[number]) for number in kept.tolist()}
+        return {spans[number].id: row for row, number in enumerate(kept.tolist(), before)}
 
     def _causes(self, spans: Sequence[SpanRecord], kept: Ints) -> Ints:
         """Return the number of each span's cause, which is a new one for a new name."""
@@ -296,7 +296,7 @@ class Records:
             causes[value] = self._names.setdefault(name, len(self._names))
         return causes[code]
 
-    def _add_blocks(self, lane: str, log: TrajectoryLog, owners: dict[int, int]) -> None:
+    def _add_blocks(self, lane: str, log: TrajectoryLog, row_of: dict[int, int]) -> None:
         rows = []
         names = {}
         if log.blocks:
@@ -307,8 +307,8 @@ class Records:
                 key = (lane, shortened(blocker(block, names)))
                 number, functions = self._blockers.setdefault(key, (len(self._blockers), Counter()))
                 functions[shortened(block.function)] += end - begin
-                owner = owners.get(block.span, NO_SPAN)
-                rows.append((self._loop_of[block.loop], begin, end, owner, number))
+                span = row_of.get(block.span, NO_SPAN)
+                rows.append((self._loop_of[block.loop], begin, end, span, number))
         self._blocks.append(np.array(rows, dtype=np.int64).reshape(-1, 5))
 
 
