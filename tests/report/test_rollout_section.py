@@ -96,6 +96,14 @@ def test_idle_time_behind_the_last_replica_has_names(tmp_path: Path) -> None:
         assert sum(row.parts.values()) == pytest.approx(row.seconds if row.parts else 0)
 
 
+def test_a_request_that_ends_during_a_look_makes_the_rollout(tmp_path: Path) -> None:
+    """The look that began before its end, at 6 s, found it."""
+    looks = [(POLLING, 1, 3.4, 1), (POLLING, 3.5, 5.9, 1), ("list", 5.95, 6.1, 1)]
+    report = report_with(tmp_path, DrawnLog(), stages=[("rollout", 0, 7), *looks])
+    decode_us = sum(row.duration_us for row in report.critical_path if row.kind == "decode")
+    assert decode_us == pytest.approx(2_400_000)
+
+
 def test_polling_costs_what_the_trainer_sleeps_after_the_last_response(tmp_path: Path) -> None:
     """Before that it waits for trajectories; a part of validation, outside of the rollout,
     is none of it.

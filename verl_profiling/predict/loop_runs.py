@@ -381,11 +381,22 @@ def polled(stages: Iterable[Run]) -> Iterator[tuple[Run, int, int]]:
             yield from _polled(stage, sleeps)
 
 
+def _look_that_found(stage: Run, row: object, ended_ns: int, end_ns: int) -> int:
+    """Return the end of the last sleep; if work ended in the look after it, the end of the work,
+    with which the look then begins.
+    """
+    looks = [run for run in stage.inner if run.row == row and run.begin_ns >= end_ns]
+    if looks and looks[0].begin_ns <= ended_ns < looks[0].end_ns:
+        looks[0].begin_ns = end_ns = ended_ns + 1
+    return end_ns
+
+
 def _polled(stage: Run, sleeps: Sequence[Run]) -> Iterator[tuple[Run, int, int]]:
     row, begin_ns, end_ns = sleeps[0].row, sleeps[0].begin_ns, sleeps[-1].end_ns
     between = {run for run in stage.inner if run.row == row and begin_ns <= run.begin_ns < end_ns}
     others = [run for run in stage.waits if run not in between and run.begin_ns < end_ns]
     ended_ns = max((run.end_ns for run in others), default=end_ns)
+    end_ns = _look_that_found(stage, row, ended_ns, end_ns)
     if ended_ns >= end_ns or not any(run.is_rollout for run in others):
         return
     period_ns = (end_ns - begin_ns) // len(sleeps)
