@@ -356,9 +356,9 @@ def test_the_rank_that_started_to_record_last_is_not_blamed_for_it(
 @pytest.mark.parametrize(
     ("trigger", "captured_s", "slow", "told"),
     [
-        (SLOW_STAGE, 4.4, 3.0, "update_actor took 4.40 s here, 6.00 s then, and 3.00 s before"),
+        (SLOW_STAGE, 4.4, 3.0, "the stage update_actor took 4.40 s here, 6.00 s then, and 3.00 s"),
         (SLOW_STAGE, 4.6, 3.0, ""),
-        (LEADER, 6.0, 0.8, "the lead of actor_rank1 in update_actor is 800 ms here, and was 2.00"),
+        (LEADER, 6.0, 0.8, "the lead of actor_rank1 in update_actor is 800 ms here, 2.00"),
         (LEADER, 6.0, 1.2, ""),
     ],
 )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from verl_profiling.files.step_summary import StepSummary
-from verl_profiling.files.watch_signs import LEADER, MEMORY, sign_of
+from verl_profiling.files.watch_signs import sign_of, usual_of
 from verl_profiling.numbers.report_columns import RequestedCapture, SuspectRow
 from verl_profiling.slices.intervals import intersection, length, subtract, time_of
 from verl_profiling.steps.lanes import Step
@@ -53,20 +53,26 @@ def with_fault(
         watched: The watch's summary of the captured step; ``None`` if unknown.
         log: The log of the watch.
     """
-    if request is None or watched is None or request.sign in ("", MEMORY):  # of no length
+    if request is None or watched is None:
         return request
-    seen_s = sign_of(request).value_in(request, watched)
-    if request.sign != LEADER:
-        return replace(request, noticed_s=request.value, usual_s=request.median, seen_s=seen_s)
+    sign = sign_of(request)
+    seconds = sign.unit.seconds
+    if not request.sign or seconds is None:  # of no length
+        return request
+    value = sign.value_in(request, watched)
+    lengths_s = [] if value is None else [seconds(value, watched.seconds)]
     noticed = [line for line in log if line.step == request.noticed and line.noticed is not None]
-    if not noticed:  # the lead is a share of that step
-        return request
-    # A trace tells waits from work. The watch often cannot, and then knows no leader.
-    leads_s = []
-    for row in suspects:
-        if (row.kind, row.name) == (_OF_STAGE, request.stage) and row.difference is not None:
-            leads_s.append(row.difference)
-    if seen_s:
-        leads_s.append(seen_s * watched.seconds)
-    noticed_s = request.value * noticed[-1].seconds
-    return replace(request, noticed_s=noticed_s, seen_s=max(leads_s, default=None))
+    step_s = noticed[-1].seconds if noticed else 0.0
+    if sign.is_of_process:
+        if not noticed:  # the lead is a share of that step
+            return request
+        # A trace tells waits from work. The watch often cannot, and then knows no leader.
+        for row in suspects:
+            if (row.kind, row.name) == (_OF_STAGE, request.stage) and row.difference is not None:
+                lengths_s.append(row.difference)
+    return replace(
+        request,
+        noticed_s=seconds(request.value, step_s),
+        usual_s=usual_of(request),
+        seen_s=max(lengths_s, default=None),
+    )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from verl_profiling.files.step_summary import ROLLOUT
-from verl_profiling.files.watch_signs import LEADER, SLOW_STAGE
+from verl_profiling.files.watch_signs import sign_of
 from verl_profiling.manifest import WEIGHT_SYNC
 from verl_profiling.numbers.stage_rows import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report import finding_measures, slow_links
@@ -195,14 +195,12 @@ def _is_gone(report: Report) -> Iterator[Loss]:
     """Yield that the step is not slow in the way that the watch noticed."""
     request = report.capture_request
     if request is not None and request.is_gone:
-        then, here = duration(request.noticed_s or 0.0), duration(request.seen_s or 0.0)
-        if request.sign == LEADER:
-            lead = f"the lead of {listed(request.suspects)} in {request.stage} is {here}"
-            text = f"{lead} here, and was {then} then"
-        else:
-            name = request.span or request.stage or "the step"
-            usual = duration(request.usual_s)
-            text = f"{name} took {here} here, {then} then, and {usual} before that"
+        sign, then, here = sign_of(request), request.noticed_s or 0.0, request.seen_s or 0.0
+        text = (
+            f"{sign.subject(request)} {sign.unit.verb} {duration(here)} here, {duration(then)} then"
+        )
+        if request.usual_s:
+            text += f", and {duration(request.usual_s)} before that"
         text = f"What was noticed in step {request.noticed} is not in this step: {text}."
         yield Loss(text, 0.0)
 
@@ -224,7 +222,7 @@ def _slow_suspect(report: Report) -> Iterator[Loss]:
 def _in_no_stage(report: Report) -> Iterator[Loss]:
     """Yield the loop's time in no stage, if this time is the reason for the watch's capture."""
     request = report.capture_request
-    if request is None or request.sign != SLOW_STAGE or request.stage:
+    if request is None or request.stage or not sign_of(request).of_stage:
         return
     for row in stages_of(report, OUTSIDE_STAGES):
         text = (

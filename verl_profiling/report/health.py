@@ -8,10 +8,10 @@ from typing import Literal, NamedTuple
 
 from verl_profiling.capture_request import Trigger
 from verl_profiling.files.step_summary import StepSummary
-from verl_profiling.files.watch_signs import ran_in, sign_of
+from verl_profiling.files.watch_signs import IN_NO_STAGE, ran_in, sign_of, usual_of
 from verl_profiling.report.phrases import counted, most_helpful, short_of_cpu
 from verl_profiling.report.run_table import Trend, trend_of
-from verl_profiling.report.watch_frame import IN_NO_STAGE, RunView, noticed_in
+from verl_profiling.report.watch_frame import RunView, noticed_in
 from verl_profiling.units import duration, listed
 
 _LATEST = 5  # steps whose median is the present value: one quick step is no recovery
@@ -115,17 +115,17 @@ def _how_it_is(trigger: Trigger, later: Sequence[StepSummary]) -> tuple[str, boo
         return "Whether it lasts is not known yet.", None
     if not values:
         return f"Whether it lasts is not known: {sign.missing(trigger)}.", None
-    usual, value = trigger.median * sign.has_median, median(values)
+    usual, value = usual_of(trigger), median(values)
     lasts = value > least_value(trigger)
-    now = f"{'Still' if lasts else 'Now'} {sign.text_of(value)}"
+    now = f"{'Still' if lasts else 'Now'} {sign.unit.text_of(value)}"
     if usual:
-        now += f", before {sign.text_of(usual)}"
+        now += f", before {sign.unit.text_of(usual)}"
     return f"{now}.", lasts
 
 
 def least_value(trigger: Trigger) -> float:
     """Return the value above which a step is not as before an anomaly."""
-    usual = trigger.median * sign_of(trigger).has_median
+    usual = usual_of(trigger)
     least = (usual + trigger.value) / 2
     # a single extreme step is no measure of what is as before
     return min(least, _STILL * usual) if usual else least

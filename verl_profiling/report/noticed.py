@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from verl_profiling.capture_request import Trigger
 from verl_profiling.files.step_summary import StepSummary
-from verl_profiling.files.watch_signs import LEADER, MEMORY, SIGNS, SLOW_STAGE, sign_of
+from verl_profiling.files.watch_signs import IN_NO_STAGE, SIGNS, sign_of, usual_of
 from verl_profiling.numbers.report_columns import RequestedCapture
 from verl_profiling.report.finding_measures import Loss
 from verl_profiling.report.health import events, least_value
-from verl_profiling.report.watch_frame import IN_NO_STAGE, logged_steps
-from verl_profiling.units import duration, listed
+from verl_profiling.report.watch_frame import logged_steps
+from verl_profiling.units import duration
 
 _MOST_OTHERS = 2  # anomalies beside the one that was captured: the page of the run has all
 
@@ -90,23 +90,15 @@ def _lasting(trigger: Trigger, value: float, step_s: float) -> Loss:
         value: The value in this step, in the unit of its sign.
         step_s: Length of the step (s).
     """
-    sign = sign_of(trigger)
-    usual = trigger.median * sign.has_median
-    if trigger.sign == LEADER:
-        lead = f"The lead of {listed(trigger.suspects)} in {trigger.stage or IN_NO_STAGE}"
-        text = f"{lead} is {sign.text_of(value)}. {_noticed(trigger)}"
-        return Loss(text, value * step_s, trigger.suspects)
-    if trigger.sign == MEMORY:  # bytes that are held cost no time by themselves
-        now = f"Memory is {sign.text_of(value)}, before {sign.text_of(usual)}"
-        return Loss(f"{now}. {_noticed(trigger)}", 0.0, trigger.suspects)
-    name, per_call = "The step", ""
-    if trigger.span:
-        name, per_call = f"The span {trigger.span}", " a call"
-    elif trigger.sign == SLOW_STAGE:
-        name = f"The stage {trigger.stage or IN_NO_STAGE}"
-    took = f"{sign.text_of(value)}{per_call}, usually {sign.text_of(usual)}"
-    text = f"{name} took {took}. {_noticed(trigger)}"
-    return Loss(text, max(value - usual, 0.0), trigger.suspects)
+    sign, usual = sign_of(trigger), usual_of(trigger)
+    subject, unit = sign.subject(trigger), sign.unit
+    text = f"{subject[0].upper()}{subject[1:]} {unit.verb} {unit.text_of(value)}"
+    if unit.usual:
+        text += f", {unit.usual} {unit.text_of(usual)}"
+    seconds = 0.0
+    if unit.seconds is not None:
+        seconds = max(unit.seconds(value - usual, step_s), 0.0)
+    return Loss(f"{text}. {_noticed(trigger)}", seconds, trigger.suspects)
 
 
 def _noticed(trigger: Trigger) -> str:

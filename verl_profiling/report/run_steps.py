@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.files.watch_signs import IN_NO_STAGE
 from verl_profiling.numbers.idle_causes import cause_name
 from verl_profiling.report.health import Event
 from verl_profiling.report.html import page_title, section, table
@@ -15,7 +16,7 @@ from verl_profiling.report.model import Report
 from verl_profiling.report.phrases import most_helpful
 from verl_profiling.report.step_bars import CAPTURED, HUNG, NOTICED, Bar, bars_section
 from verl_profiling.report.tables import Cell, named, said, timed
-from verl_profiling.report.watch_frame import IN_NO_STAGE, CaptureHead, stage_seconds
+from verl_profiling.report.watch_frame import CaptureHead, stage_seconds
 from verl_profiling.units import visible
 
 LATEST = 60

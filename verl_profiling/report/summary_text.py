@@ -152,7 +152,7 @@ def request_sentences(request: RequestedCapture | None) -> Iterator[str]:
     reason = request.reason.removeprefix(f"step {request.noticed}: ")
     yield f"captured {request.when} by {request.kind}{by}{named}{noticed}: {reason}"
     if request.history:
-        text_of = sign_of(request).text_of
+        text_of = sign_of(request).unit.text_of
         last, before = text_of(request.history[-1]), text_of(request.median)
         yield f"{sparkline(request.history, _MOST_BARS)} {last}, median before {before}"
 

@@ -21,6 +21,7 @@ from rich.text import Text
 from verl_profiling.capture_request import Trigger
 from verl_profiling.files.opener import read_small
 from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.files.watch_signs import IN_NO_STAGE
 from verl_profiling.level_shifts import MATTERS, Series, noticed_from
 from verl_profiling.manifest import MANIFEST_NAME, ManifestState, RunInfo
 from verl_profiling.report.console import WIDTH, table_of
@@ -41,8 +42,6 @@ _MANY_VARYING = 3
 _MANY_NOTICED = 3
 _MOST_RATIO = 10
 
-IN_NO_STAGE = "(in no stage)"
-"""Name of the time of a step outside all stages."""
 STEP = "step"
 
 

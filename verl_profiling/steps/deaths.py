@@ -24,7 +24,6 @@ from verl_profiling.files.process_record import RECORDS, End, Gone, ProcessRecor
 from verl_profiling.files.run_files import known_run
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_log import read_watch_log
-from verl_profiling.files.watch_signs import MEMORY
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import MAX_NS, RunInfo
 from verl_profiling.units import byte_size
@@ -287,7 +286,7 @@ class _Story:
     def _holder(self) -> str:
         """Return a clause on who held the memory."""
         for line in reversed(self._logged):
-            if line.noticed is not None and line.noticed.sign == MEMORY:
+            if line.noticed is not None and line.noticed.memory:
                 return line.noticed.reason.partition(": ")[2]
         sizes = {}
         for record in self._records:

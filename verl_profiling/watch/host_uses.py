@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from verl_profiling.files.host_use import KINDS, SHORT_OF_CPU, MachineUse, ProcessUse
 from verl_profiling.files.step_summary import RankUse, StepSummary
-from verl_profiling.files.watch_signs import HELD, MEMORY
+from verl_profiling.files.watch_signs import HELD, MEMORY, sign_of
 from verl_profiling.settings.config import Anomaly
 from verl_profiling.units import byte_size
 from verl_profiling.watch.suspicion import Suspicion, healthiest
@@ -235,7 +235,7 @@ class HostUses:
         Without a suspect, the process of the stage that lacked most CPU is named; without a stage,
         the one of all processes.
         """
-        if suspicion.sign == MEMORY:
+        if sign_of(suspicion).unit.seconds is None:  # it is not slow
             return suspicion
         waits = {lane: use.no_cpu or 0.0 for lane, use in self._last.items()}
         lanes = suspicion.suspects

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from verl_profiling.capture_request import Trigger, TriggerKind
 from verl_profiling.files.step_summary import MOST_SPANS, OTHERS, SpanTotal, StepSummary
-from verl_profiling.files.watch_signs import LEADER, sign_of
+from verl_profiling.files.watch_signs import sign_of
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.level_shifts import LEAST_S, MATTERS, Series
 from verl_profiling.manifest import GC, WAIT, WEIGHT_SYNC
@@ -91,7 +91,7 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
     @property
     def who(self) -> list[str]:
         """A list of at most one clause that names the suspects; empty if ``reason`` names them."""
-        if not self.stage or (self.sign == LEADER and len(self.suspects) <= 1):
+        if not self.stage or (sign_of(self).is_of_process and len(self.suspects) <= 1):
             return []
         return [f"longest there: {', '.join(self.suspects)}" if self.suspects else NOBODY]
 

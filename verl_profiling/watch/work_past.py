@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from verl_profiling.files.step_summary import RankUse, StepSummary
-from verl_profiling.files.watch_signs import LEADER
+from verl_profiling.files.watch_signs import sign_of
 from verl_profiling.slices.lead_fit import LEAST_RUNS, Explained, Runs, explained
 from verl_profiling.units import duration
 from verl_profiling.watch.suspicion import Suspicion
@@ -44,7 +44,7 @@ class WorkPast:
         if not uses:
             return suspicion
         steps = [step for step in self._steps if _with_tokens(stage, step).keys() == uses.keys()]
-        if suspicion.sign == LEADER:
+        if sign_of(suspicion).is_of_process:
             sentence = _of_leader(suspicion, steps)
         else:
             sentence = _of_step(stage, steps)
