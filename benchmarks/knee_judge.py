@@ -29,7 +29,7 @@ from verl_profiling.manifest import Request
 from verl_profiling.steps.load import Load, LoadRequest
 
 LIMITS = (32, 16, 8, 4, 2, 1)
-GAIN = 0.25  # as in verl_profiling/predict/knee.py
+GAIN = 0.25  # as in verl_profiling/predict/engine_fit.py
 REQUESTS, LEAST_REQUESTS = 96, 8  # of a limit three for each slot, or the least
 VOCABULARY = 256
 # hidden size, layers, tokens of a prompt, tokens of a response (from, to)

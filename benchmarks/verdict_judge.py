@@ -25,8 +25,7 @@ from typing import Any
 import results
 
 from verl_profiling.commands.live_run import watched
-from verl_profiling.numbers.noise import interval
-from verl_profiling.report.verdict import verdict_of
+from verl_profiling.report.verdict import interval, verdict_of
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "verdict_judge.json"

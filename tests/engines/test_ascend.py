@@ -20,7 +20,7 @@ from verl_profiling import ConfigError, ProfilingConfig
 from verl_profiling.analysis import CapturedStep
 from verl_profiling.engines import adapter, adapter_named, vllm
 from verl_profiling.errors import ToolUnavailableError
-from verl_profiling.files.npu_folders import rank_of_recording
+from verl_profiling.files.run_files import rank_of_recording
 from verl_profiling.settings.config import RolloutOptions
 from verl_profiling.steps.inputs import find_steps
 from verl_profiling.steps.trace import Trace

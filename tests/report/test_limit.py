@@ -17,7 +17,7 @@ from verl_profiling.errors import ConfigError
 from verl_profiling.files.run_files import read_manifest, write_json_atomically
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import MANIFEST_NAME, RunInfo, StageSpan, Work
-from verl_profiling.numbers.model_shape import ModelShape, shape_of
+from verl_profiling.numbers.achieved import ModelShape, shape_of
 from verl_profiling.report.model import Report
 from verl_profiling.report.summary_text import figures, sentences
 from verl_profiling.settings.config import ProfilingConfig

@@ -17,8 +17,7 @@ from step_folders import build_step, rewrite
 
 from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
-from verl_profiling.files.hang_stacks import HangStacks
-from verl_profiling.files.run_files import write_json_atomically
+from verl_profiling.files.run_files import HangStacks, write_json_atomically
 from verl_profiling.files.step_summary import Hang, SpanTotal
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report

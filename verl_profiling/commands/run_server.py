@@ -17,9 +17,9 @@ from typing import BinaryIO
 from verl_profiling.analysis import CapturedStep, open_steps
 from verl_profiling.commands.live_run import LiveRun
 from verl_profiling.commands.timeline_server import HTML, TIMELINE, TimelineServer
-from verl_profiling.files.hang_stacks import HANGS
 from verl_profiling.files.mirror import Mirror
 from verl_profiling.files.opener import opened
+from verl_profiling.files.run_files import HANGS
 from verl_profiling.files.watch_log import WATCH_LOG
 from verl_profiling.manifest import RUN_NAME
 from verl_profiling.report.html import render_html

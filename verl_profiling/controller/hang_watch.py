@@ -23,9 +23,8 @@ from verl_profiling import clock
 from verl_profiling.capture.session import process_session
 from verl_profiling.controller.spmd import PROBLEMS, Ranks
 from verl_profiling.controller.worker_calls import Call, Postponed, Target, WorkerLostError
-from verl_profiling.files.hang_stacks import ended_hang
 from verl_profiling.files.opener import make_folder, read_small, remove_file, whole_file
-from verl_profiling.files.run_files import write_json_atomically
+from verl_profiling.files.run_files import ended_hang, write_json_atomically
 from verl_profiling.files.step_summary import Hang, RankUse, StepSummary
 from verl_profiling.units import duration
 from verl_profiling.watch.hang_kinds import culprit, silent

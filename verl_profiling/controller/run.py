@@ -30,12 +30,12 @@ from verl_profiling.controller.run_claim import RunPlace, claim_folder
 from verl_profiling.controller.spmd import Ranks
 from verl_profiling.controller.worker_calls import Waits, settle
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.files.hang_stacks import HANGS
 from verl_profiling.files.machine import no_room
 from verl_profiling.files.opener import make_folder, remove_file
 from verl_profiling.files.process_marks import START_UP
 from verl_profiling.files.remote import RemoteFolder, Upload, copy_line
 from verl_profiling.files.run_files import (
+    HANGS,
     RESULT_SUFFIX,
     pending_results,
     read_manifest,

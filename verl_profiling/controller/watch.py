@@ -28,7 +28,7 @@ from verl_profiling.controller.roster import Roster
 from verl_profiling.controller.spmd import Ranks
 from verl_profiling.controller.start_up import StartUp
 from verl_profiling.controller.watched_workers import WatchedWorkers, times_of
-from verl_profiling.files.hang_stacks import HANGS
+from verl_profiling.files.run_files import HANGS
 from verl_profiling.files.step_summary import RankUse, StepSummary
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import finite_numbers

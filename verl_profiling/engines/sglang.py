@@ -31,7 +31,7 @@ from verl_profiling.engines.adapter import (
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.engines.sglang_requests import watch_manager
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
-from verl_profiling.files.npu_folders import is_recording, rank_of_recording
+from verl_profiling.files.run_files import is_recording, rank_of_recording
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import BYTES_OF
 from verl_profiling.settings.config import ProfilingConfig, RolloutOptions

@@ -27,8 +27,8 @@ from verl_profiling.engines.adapter import (
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.engines.vllm_requests import watch_vllm
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
-from verl_profiling.files.npu_folders import is_recording
 from verl_profiling.files.opener import opened
+from verl_profiling.files.run_files import is_recording
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig, RolloutOptions
 from verl_profiling.tools.base import Tool, imported

@@ -6,9 +6,9 @@ import re
 import time
 from pathlib import Path, PurePosixPath
 
-from verl_profiling.files.hang_stacks import HANGS
 from verl_profiling.files.opener import remove_file
 from verl_profiling.files.remote import RemoteFolder
+from verl_profiling.files.run_files import HANGS
 
 _LEAST_S = 1.0  # between two listings: a store may take a tenth of that
 _OF_A_RUN = re.compile(r"(?:(?:hangs|processes|step_[\d.]+)/)*[^/]+\.(?:json|jsonl)")

@@ -1,8 +1,13 @@
-"""Reads and writes the files of a run. Writing is atomic, and errors have the path of the file."""
+"""Reads and writes the files of a run. Writing is atomic, and errors have the path of the file.
+
+Also here: what processes wrote in a hang (files in ``hangs/``, and of an ended hang in a folder of
+its step there), and the names in a recording of torch_npu, which is a folder ``*_ascend_pt``.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 import uuid
@@ -19,6 +24,7 @@ from verl_profiling.files.opener import (
     appended,
     make_folder,
     named_file,
+    names_in,
     read_small,
     reading,
     whole_file,
@@ -38,6 +44,12 @@ from verl_profiling.units import step_list, visible_text_of, without_passwords
 
 RESULT_SUFFIX = ".result.json"
 """Suffix of a process's result file in the step folder."""
+RECORDING_SUFFIX = "_ascend_pt"
+_INFO = re.compile(r"profiler_info_(\d+)\.json")
+HANGS = "hangs"
+"""Name of the folder in that of a run."""
+
+_MOST_FILES = 64  # a page with the stacks of a thousand ranks says no more, and is large
 
 
 def json_of(value: msgspec.Struct) -> bytes:
@@ -407,3 +419,56 @@ class EventFile:
     def _write(self, event: Any) -> None:
         with appended(self._path) as file:
             self._writer(file).write(event.SerializeToString())
+
+
+def is_recording(path: Path) -> bool:
+    """Return whether a path is a recording of torch_npu."""
+    return path.name.endswith(RECORDING_SUFFIX) and path.is_dir()
+
+
+def rank_of_recording(path: Path) -> int | None:
+    """Return the rank in the file names of a recording; ``None`` without a rank."""
+    for file in path.iterdir():
+        if match := _INFO.fullmatch(file.name):
+            return int(match[1])
+    return None
+
+
+class HangStacks(msgspec.Struct, frozen=True):
+    """The stacks of a process in a hang.
+
+    Attributes:
+        lane: The process.
+        code: The innermost line of user code.
+        threads: Stack of each thread, innermost frame first.
+        tasks: Stack of each asyncio task, outermost frame first.
+    """
+
+    lane: str
+    code: str = ""
+    threads: dict[str, list[str]] = {}
+    tasks: dict[str, list[str]] = {}
+
+
+def ended_hang(step: int) -> str:
+    """Return the name of the folder, in ``hangs/``, of the hang of a step that went on."""
+    return f"step_{step:06d}"
+
+
+def read_stacks(folder: Path, sentence: str = "") -> list[HangStacks]:
+    """Return the stacks of the processes of a hang; unreadable files are left out.
+
+    Args:
+        folder: ``hangs/`` or a folder in it.
+        sentence: A sentence on the hang; the process for which the others wait comes first.
+    """
+    stacks: dict[str, HangStacks] = {}
+    try:
+        names = [name for name in names_in(folder) if name.endswith(".json")]
+        names.sort(key=lambda name: (f"waits for {name[:-5]}," not in sentence, name))
+        for name in names[:_MOST_FILES]:
+            state = msgspec.json.decode(read_small(folder / name), type=HangStacks)
+            stacks[state.lane] = state
+    except (OSError, *UNDECODABLE):  # they go away when the step goes on
+        pass
+    return [*stacks.values()]

@@ -44,7 +44,6 @@ import numpy as np
 from verl_profiling.files.engine_iterations import UNKNOWN_TOKENS, Iteration
 from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.numbers.idle_causes import CAUSES, partition, working_spans
-from verl_profiling.numbers.last_response import late_response
 from verl_profiling.numbers.report_columns import (
     OTHER_RANKS,
     DeviceRow,
@@ -55,6 +54,7 @@ from verl_profiling.numbers.report_columns import (
     Throughput,
     WorkerRow,
 )
+from verl_profiling.numbers.rollout_tail import late_response
 from verl_profiling.numbers.stage_rows import percent
 from verl_profiling.slices.intervals import (
     EMPTY,

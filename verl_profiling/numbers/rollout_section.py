@@ -13,7 +13,6 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from verl_profiling.manifest import Request
-from verl_profiling.numbers.last_trajectories import last_trajectories, part_rows
 from verl_profiling.numbers.report_columns import (
     BlockRow,
     CallRow,
@@ -24,6 +23,7 @@ from verl_profiling.numbers.report_columns import (
     StatusRow,
     VersionRow,
 )
+from verl_profiling.numbers.rollout_tail import last_trajectories, part_rows
 from verl_profiling.numbers.stage_rows import polling
 from verl_profiling.numbers.taught_nothing import taught_nothing
 from verl_profiling.slices.intervals import (

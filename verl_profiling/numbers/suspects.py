@@ -7,6 +7,8 @@ Workers that communicate end a stage together, so a rank's duration of the stage
 own work. Compared are the time in the stage without waits for other ranks, and the parts of the
 stage: computing, communicating, waiting, and idle by cause. Both sides of a row cover the same
 stage or step.
+
+The request also says whether the step has what was noticed, and what its own start did to waits.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from typing import Any
 from msgspec.structs import asdict, replace
 
 from verl_profiling.capture_request import Trigger
-from verl_profiling.files.watch_signs import sign_of
+from verl_profiling.files.step_summary import StepSummary
+from verl_profiling.files.watch_signs import sign_of, usual_of
 from verl_profiling.manifest import StageSpan
 from verl_profiling.numbers.capture_rows import measures_of
 from verl_profiling.numbers.collectives import last_to
 from verl_profiling.numbers.idle_causes import cause_name
 from verl_profiling.numbers.report_columns import Kind, RequestedCapture, SuspectRow
-from verl_profiling.numbers.requested_fault import late_start_s
 from verl_profiling.slices.intervals import (
     Spans,
     intersection,
@@ -48,6 +50,8 @@ _KERNELS = 5
 _MOST_SUSPECTS = 4
 # without suspects: least wait for one rank, as a share of the stage, that is worth a name
 _OF_A_STAGE_OF_ALL = 0.2
+_OF_STAGE = "stage"
+"""Kind of the rows with the time in a stage without waits for other ranks."""
 
 
 def requested_of(
@@ -378,3 +382,65 @@ class _Comparison:
                 value=value,
                 peer_value=usual,
             )
+
+
+def late_start_s(name: str, step: Step) -> float:
+    """Return how long other workers of a role worked while this one still started to record (s).
+
+    Ranks that each drive a loop of their own do not wait for each other's start: the first
+    collective does, and the rank that started last seems to be slow. The times of the others are
+    added up, as their waits are.
+
+    Args:
+        name: Name of a worker, or of one of its lanes.
+        step: The captured step.
+    """
+    late_ns = 0
+    for worker in step.workers:
+        if name != worker.name and not name.startswith(f"{worker.name} "):
+            continue
+        starts = time_of(worker.tool_spans, "start")
+        for other in step.workers:
+            if other.identity.role == worker.identity.role and other.name != worker.name:
+                worked = subtract(time_of(other.stages), time_of(other.tool_spans, "start"))
+                late_ns += length(intersection(starts, worked))
+    return late_ns / 1e9
+
+
+def with_fault(
+    request: RequestedCapture | None,
+    suspects: Sequence[SuspectRow],
+    watched: StepSummary | None,
+    log: Sequence[StepSummary],
+) -> RequestedCapture | None:
+    """Return the request with the length of what was noticed, then and in the captured step.
+
+    Args:
+        request: The request of the capture; ``None`` if the schedule chose the step.
+        suspects: Its suspects, compared with their peers.
+        watched: The watch's summary of the captured step; ``None`` if unknown.
+        log: The log of the watch.
+    """
+    if request is None or watched is None:
+        return request
+    sign = sign_of(request)
+    seconds = sign.unit.seconds
+    if not request.sign or seconds is None:  # of no length
+        return request
+    value = sign.value_in(request, watched)
+    lengths_s = [] if value is None else [seconds(value, watched.seconds)]
+    noticed = [line for line in log if line.step == request.noticed and line.noticed is not None]
+    step_s = noticed[-1].seconds if noticed else 0.0
+    if sign.is_of_process:
+        if not noticed:  # the lead is a share of that step
+            return request
+        # A trace tells waits from work. The watch often cannot, and then knows no leader.
+        for row in suspects:
+            if (row.kind, row.name) == (_OF_STAGE, request.stage) and row.difference is not None:
+                lengths_s.append(row.difference)
+    return replace(
+        request,
+        noticed_s=seconds(request.value, step_s),
+        usual_s=usual_of(request),
+        seen_s=max(lengths_s, default=None),
+    )

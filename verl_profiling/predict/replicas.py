@@ -22,8 +22,7 @@ from verl_profiling.errors import ConfigError
 from verl_profiling.files.step_summary import ROLLOUT
 from verl_profiling.manifest import WEIGHT_SYNC
 from verl_profiling.predict.changes import Changes, check_name
-from verl_profiling.predict.engine_fit import Engines, Floats, Served, fitted
-from verl_profiling.predict.knee import knee_of
+from verl_profiling.predict.engine_fit import Engines, Floats, Served, fitted, knee_of
 from verl_profiling.predict.replays import Replay, replay
 
 _ORDERS = 7  # random orders of the clients that are tried for round robin

@@ -18,22 +18,20 @@ from verl_profiling.numbers import capture_rows, collectives, idle_causes, lane_
 from verl_profiling.numbers.achieved import Achieved
 from verl_profiling.numbers.bandwidth import link_rows
 from verl_profiling.numbers.given_work import with_reason, work_rows
-from verl_profiling.numbers.requested_fault import with_fault
 from verl_profiling.numbers.rollout_section import rollout_of
-from verl_profiling.numbers.suspects import requested_of
+from verl_profiling.numbers.suspects import requested_of, with_fault
 from verl_profiling.numbers.taught_nothing import useless_training
 from verl_profiling.numbers.trajectory_rows import trajectory_gantt
-from verl_profiling.predict.engine_fit import fitted
+from verl_profiling.predict.engine_fit import Knee, fitted, knee_of
 from verl_profiling.predict.graph import graph_of
-from verl_profiling.predict.knee import Knee, knee_of
 from verl_profiling.predict.prediction import Prediction, predict
 from verl_profiling.predict.replays import replay
 from verl_profiling.predict.service_rows import service_rows
 from verl_profiling.predict.step_graph import Graph
 from verl_profiling.report.findings import find
+from verl_profiling.report.health import noticed_here
 from verl_profiling.report.html import NotebookReport
 from verl_profiling.report.model import Report
-from verl_profiling.report.noticed import noticed_here
 from verl_profiling.slices.intervals import EMPTY, Spans, common, length
 from verl_profiling.steps.causes import Explanation
 from verl_profiling.steps.lanes import Lane, Step

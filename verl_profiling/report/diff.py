@@ -2,7 +2,7 @@
 
 Compared are medians over the captured steps of each side, and over all steps of the watch's log;
 runs with a watch need no captures. With at least four runs a side, the noise is that between runs
-(see :mod:`~verl_profiling.numbers.noise`). With fewer, it is half the range over the steps of a
+(see :mod:`~verl_profiling.report.verdict`). With fewer, it is half the range over the steps of a
 side, the larger of both sides; it is known only if each side has several steps.
 """
 
@@ -21,7 +21,6 @@ from rich.console import Console
 
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.numbers.idle_causes import cause_name
-from verl_profiling.numbers.noise import STARTS, interval
 from verl_profiling.numbers.report_columns import sum_of
 from verl_profiling.numbers.stage_rows import CAPTURE_CALLS
 from verl_profiling.report.console import fitting_console
@@ -31,7 +30,7 @@ from verl_profiling.report.run_table import middle
 from verl_profiling.report.scaling import Scaling, scaling_of
 from verl_profiling.report.tables import cells, named, without_middle
 from verl_profiling.report.terminal import print_table
-from verl_profiling.report.verdict import Verdict, contradiction, verdict_of
+from verl_profiling.report.verdict import STARTS, Verdict, contradiction, interval, verdict_of
 from verl_profiling.report.watch_frame import STEP, seconds_of, stage_seconds
 from verl_profiling.steps.causes import joined_causes
 from verl_profiling.steps.start_up import StartUp

@@ -18,7 +18,7 @@ from verl_profiling.numbers.report_columns import (
     Tail,
     Throughput,
 )
-from verl_profiling.predict.knee import Knee
+from verl_profiling.predict.engine_fit import Knee
 from verl_profiling.steps.read import Coverage
 from verl_profiling.steps.trajectory_columns import GENERATE, REQUEST_PARTS
 from verl_profiling.units import duration, step_list, three_digits

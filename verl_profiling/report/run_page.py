@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from rich.table import Table
 
-from verl_profiling.files.hang_stacks import HANGS, HangStacks, ended_hang, read_stacks
+from verl_profiling.files.run_files import HANGS, HangStacks, ended_hang, read_stacks
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.report.hand_offs import DEVICES, hand_off_sentence
 from verl_profiling.report.health import Event, Health, events, health

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from verl_profiling.files.watch_signs import sign_of
 from verl_profiling.numbers.achieved import WHOLE_STEP
 from verl_profiling.numbers.idle_causes import cause_name
-from verl_profiling.numbers.last_response import LENGTH, SPEED
 from verl_profiling.numbers.report_columns import (
     OTHER_RANKS,
     AchievedRow,
@@ -17,6 +16,7 @@ from verl_profiling.numbers.report_columns import (
     Rollout,
     sum_of,
 )
+from verl_profiling.numbers.rollout_tail import LENGTH, SPEED
 from verl_profiling.report.model import Report
 from verl_profiling.report.phrases import counted, sparkline, waits
 from verl_profiling.slices.intervals import grouped

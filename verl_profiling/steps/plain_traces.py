@@ -26,7 +26,7 @@ import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.files.engine_iterations import is_like_iteration
-from verl_profiling.files.npu_folders import RECORDING_SUFFIX, rank_of_recording
+from verl_profiling.files.run_files import RECORDING_SUFFIX, rank_of_recording
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.steps.databases import NO_DATABASE
 from verl_profiling.steps.kinds import is_on_device

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from verl_profiling.files.npu_folders import RECORDING_SUFFIX
+from verl_profiling.files.run_files import RECORDING_SUFFIX
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.steps.step import Source, sorted_sources
 from verl_profiling.units import duration

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import msgspec
 
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
-from verl_profiling.files.npu_folders import RECORDING_SUFFIX
 from verl_profiling.files.opener import make_folder, read_small, whole_file
+from verl_profiling.files.run_files import RECORDING_SUFFIX
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import (
     Destination,
