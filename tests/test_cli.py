@@ -22,7 +22,7 @@ from step_folders import build_step
 from test_top import CLI, write_run
 
 from verl_profiling.cli import COMMANDS, EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK, main
-from verl_profiling.commands.timeline_server import TimelineServer
+from verl_profiling.commands.view import TimelineServer
 from verl_profiling.watch.log_writer import WatchLog
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from verl_profiling.commands.timeline_server import TimelineServer
+from verl_profiling.commands.view import TimelineServer
 
 BROWSER = Path(__file__).parent
 _MODULES = BROWSER / "node_modules"

@@ -24,7 +24,7 @@ from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.commands.live_run import LiveRun
-from verl_profiling.files.mirror import Mirror
+from verl_profiling.commands.view import Mirror
 from verl_profiling.files.run_files import read_manifest, read_run
 from verl_profiling.files.watch_log import WatchLogReader
 from verl_profiling.manifest import Manifest

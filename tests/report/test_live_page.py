@@ -20,8 +20,7 @@ from step_folders import build_step
 
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.cli import EXIT_BAD_INPUT, EXIT_OK, main
-from verl_profiling.commands.run_server import RunServer
-from verl_profiling.files.mirror import Mirror
+from verl_profiling.commands.view import Mirror, RunServer
 from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_log import read_watch_log
 from verl_profiling.watch.log_writer import WatchLog
