@@ -48,7 +48,7 @@ OTHERS = {
     "name).read_text": "of the package",
     "steps.databases sqlite3.connect": "SQLite opens by name; it is opened and checked "
     "right before",
-    "settings.model_config file.read_bytes": "the user's model",
+    "settings.roles file.read_bytes": "the user's model",
     "engines.vllm Path(f'/proc/{pid}/stat').read_text": "of the kernel",
     "tools.npu shutil.move": "a folder of torch_npu is renamed; the engine writes it by name",
     "files.remote self._fs.put_file": "file systems of fsspec read by name, from a private "

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from verl_profiling.analysis import open_step
-from verl_profiling.numbers import trajectory_rows
+from verl_profiling.numbers import capture_rows
 from verl_profiling.numbers.report_columns import GanttSpan
 from verl_profiling.report.picture import picture
 
@@ -46,7 +46,7 @@ def test_each_trajectory_has_a_row_that_adds_up(agent: Path) -> None:
 def test_of_many_each_group_has_the_row_of_its_last(
     agent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trajectory_rows, "MOST_ROWS", 8)
+    monkeypatch.setattr(capture_rows, "MOST_ROWS", 8)
     report = open_step(agent).report()
     ends: dict[str, float] = {}
     for span in report.trajectory_gantt:

@@ -25,7 +25,7 @@ from verl_profiling.slices.intervals import Ints, grouped
 from verl_profiling.steps.calls import Calls
 from verl_profiling.steps.kinds import LAUNCHES, Group
 from verl_profiling.steps.lanes import Lane, Step
-from verl_profiling.steps.npu_links import Link
+from verl_profiling.steps.messages import Link
 
 _FACTORS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 _MOST_HOSTS = 8  # whose link may be slow: a list of more says nothing

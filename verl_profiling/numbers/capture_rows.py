@@ -12,16 +12,25 @@ from statistics import median
 from typing import NamedTuple
 
 from verl_profiling.manifest import CaptureResult, Manifest
-from verl_profiling.numbers.report_columns import CostRow, CounterRow, MeasureRow, ReplicaRow
+from verl_profiling.numbers.report_columns import (
+    CostRow,
+    CounterRow,
+    GanttSpan,
+    MeasureRow,
+    ReplicaRow,
+)
 from verl_profiling.slices.intervals import grouped, percentiles
-from verl_profiling.steps.read import Counts
+from verl_profiling.steps.read import Content, Counts
 from verl_profiling.steps.requests import RequestRow
-from verl_profiling.units import duration
+from verl_profiling.steps.trajectory_columns import Trajectory
+from verl_profiling.units import duration, shortened
 
 _STAGE_PREFIX = "stage/"
 _SLOWER = 1.2  # a replica is slow if a token takes 1.2 times the median of the others
 _SET_CLOCK_NS = 1_000_000
 _SET_CLOCK_SHARE = 0.001  # twice the rate at which NTP slews a clock (500 ppm)
+MOST_ROWS = 64
+"""Maximum number of rows, which fill a screen; with more trajectories, each group has one row."""
 
 
 def measures_of(worker: CaptureResult) -> Iterator[MeasureRow]:
@@ -190,3 +199,41 @@ def _cache_hit_share(requests: list[RequestRow]) -> float | None:
     if prompts:
         return cached / prompts
     return None
+
+
+def trajectory_gantt(content: Content) -> Iterator[GanttSpan]:
+    """Yield what each trajectory waited for: its causes, in lanes named by group and sample.
+
+    With too many trajectories, the last one of each group stands for its group; of too many groups,
+    the last ones are shown.
+    """
+    shown = _shown(content.records.trajectories)
+    pieces = content.pieces
+    columns = (pieces.owner.tolist(), pieces.begin.tolist(), pieces.end.tolist())
+    step_ns = content.step.begin_ns
+    for owner, begin, end, cause in zip(*columns, pieces.cause.tolist(), strict=True):
+        if owner in shown:
+            yield GanttSpan(
+                lane=shown[owner],
+                name=pieces.causes[cause],
+                begin_us=(begin - step_ns) / 1000,
+                end_us=(end - step_ns) / 1000,
+                depth=0,
+            )
+
+
+def _shown(trajectories: list[Trajectory]) -> dict[int, str]:
+    """Return the names of the trajectories that have a row, by index."""
+    order = sorted(range(len(trajectories)), key=lambda index: -trajectories[index].end_ns)
+    shown: dict[int, str] = {}
+    groups: set[str] = set()
+    for index in order:
+        said = trajectories[index].said
+        name = f"trajectory {shortened(said.group)}/{said.sample}"
+        if len(trajectories) > MOST_ROWS:
+            if said.group in groups or len(groups) == MOST_ROWS:
+                continue
+            groups.add(said.group)
+            name += ", last of its group"
+        shown[index] = name
+    return shown

@@ -17,11 +17,11 @@ from verl_profiling.manifest import MANIFEST_NAME, WEIGHT_SYNC, Manifest
 from verl_profiling.numbers import capture_rows, collectives, idle_causes, lane_rows, stage_rows
 from verl_profiling.numbers.achieved import Achieved
 from verl_profiling.numbers.bandwidth import link_rows
+from verl_profiling.numbers.capture_rows import trajectory_gantt
 from verl_profiling.numbers.given_work import with_reason, work_rows
 from verl_profiling.numbers.rollout_section import rollout_of
 from verl_profiling.numbers.suspects import requested_of, with_fault
 from verl_profiling.numbers.taught_nothing import useless_training
-from verl_profiling.numbers.trajectory_rows import trajectory_gantt
 from verl_profiling.predict.engine_fit import Knee, fitted, knee_of
 from verl_profiling.predict.graph import graph_of
 from verl_profiling.predict.prediction import Prediction, predict

@@ -23,13 +23,15 @@ from verl_profiling.report.html import document, figures_section, section, table
 from verl_profiling.report.phrases import number, waits
 from verl_profiling.report.run_steps import (
     LATEST,
+    Bar,
     RunCapture,
+    bars_section,
     capture_of,
     captured_steps,
     latest_steps,
     logged_bars,
+    merged,
 )
-from verl_profiling.report.step_bars import Bar, bars_section, merged
 from verl_profiling.report.summary_text import Figure
 from verl_profiling.report.tables import named, said, timed
 from verl_profiling.report.watch_frame import RunView, excess, slowest, tables_of

@@ -22,7 +22,6 @@ from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hin
 from verl_profiling.files.opener import real_folder
 from verl_profiling.files.remote import check_url, is_url
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.settings.model_config import model_sizes
 from verl_profiling.settings.roles import (
     TRAJECTORIES,
     Limits,
@@ -32,6 +31,7 @@ from verl_profiling.settings.roles import (
     Selection,
     choose,
     load_tool,
+    model_sizes,
     with_selection,
 )
 from verl_profiling.settings.schedule import Schedule

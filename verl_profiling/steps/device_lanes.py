@@ -30,8 +30,7 @@ from verl_profiling.steps.kinds import (
 )
 from verl_profiling.steps.lane_events import LONGEST_NAME, LaneEvents, LaneJob, LaneTraces
 from verl_profiling.steps.lanes import Lane
-from verl_profiling.steps.messages import with_entered
-from verl_profiling.steps.npu_links import npu_links
+from verl_profiling.steps.messages import npu_links, with_entered
 from verl_profiling.steps.step import GRAPH_CAPTURE
 from verl_profiling.units import duration
 

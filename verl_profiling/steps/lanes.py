@@ -27,7 +27,7 @@ from verl_profiling.slices.intervals import (
     union,
 )
 from verl_profiling.steps.kinds import Group
-from verl_profiling.steps.npu_links import Link
+from verl_profiling.steps.messages import Link
 from verl_profiling.steps.requests import VALIDATE, RequestRow, requests, validations
 from verl_profiling.steps.step import Source
 

@@ -22,8 +22,7 @@ from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.integrations.verl import RECORDS
 from verl_profiling.settings.config import EVERY_RANK, ProfilingConfig
-from verl_profiling.settings.model_config import model_sizes
-from verl_profiling.settings.roles import RoleOverride
+from verl_profiling.settings.roles import RoleOverride, model_sizes
 from verl_profiling.settings.schedule import Schedule, planned_captures
 from verl_profiling.units import step_list
 from verl_profiling.workers.nsys_launch import expected_ranges
