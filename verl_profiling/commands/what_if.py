@@ -32,7 +32,7 @@ from verl_profiling.commands.common import (
 )
 from verl_profiling.errors import ConfigError
 from verl_profiling.numbers.report_columns import PathRow
-from verl_profiling.predict.changes import OPTIONS, factor_of
+from verl_profiling.predict.changes import CHANGES, factor_of
 from verl_profiling.predict.prediction import Prediction
 from verl_profiling.report.console import fitting_console
 from verl_profiling.report.tables import cells, summed
@@ -53,9 +53,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_paths(parser)
     add_communication(parser)
     add_ray(parser)
-    for field, (usage, help) in OPTIONS.items():
-        kind = usage.partition(" ")[2]
-        option(parser, usage, help, _READERS[kind], many="," in kind, dest=field)
+    for field, change in CHANGES.items():
+        usage, is_list = f"{change.option} {change.values}", "," in change.values
+        option(parser, usage, change.help, _READERS[change.values], many=is_list, dest=field)
     add_json(parser, "one document per step")
 
 
@@ -65,9 +65,9 @@ def run(arguments: argparse.Namespace) -> bool:
     """
     work = StepByStep(arguments.paths, arguments.communication, arguments.ray)
     changes = {}
-    for field, (usage, _) in OPTIONS.items():
+    for field, change in CHANGES.items():
         value = getattr(arguments, field)
-        changes[field] = dict(value) if "=" in usage else value
+        changes[field] = dict(value) if "=" in change.values else value
     predictions = _predictions(work, changes)
     for title, prediction in predictions:
         if arguments.json:

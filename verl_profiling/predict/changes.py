@@ -1,9 +1,10 @@
 """The changes that a user can ask for with ``what-if``: their values, options and assumptions.
 
-A new change is a field of :class:`Changes`, with its check, its option and its assumption. Its
-effect is in :mod:`verl_profiling.predict.change_effects`. The command and
-``CapturedStep.what_if`` take all fields. ``predict/prediction.py`` may offer it as a change that
-would help. Other resources are replayed in :mod:`verl_profiling.predict.replicas`.
+A new change is a field of :class:`Changes`, and its row of :data:`CHANGES`; the command and
+``CapturedStep.what_if`` take all fields. Its effect is in
+:mod:`verl_profiling.predict.change_effects`; of other resources, it is replayed in
+:mod:`verl_profiling.predict.replicas`. ``predict/prediction.py`` may offer it as a change that
+would help.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,50 +23,135 @@ from verl_profiling.predict.kernels import KERNEL
 
 TOOL = "tool:"
 """Prefix of the name of a tool's spans, e.g. ``tool:search``; changes have the name without it."""
-OPTIONS = {
-    "scale": (
-        "--scale STAGE=FACTOR,...",
+
+
+class Change(NamedTuple):
+    """A kind of change: the option of a field of :class:`Changes`.
+
+    Attributes:
+        option: Name of the option.
+        values: Kind of its value.
+        help: Description of the option.
+        check: Raises for a value that no step has, given the option and the value.
+        assumed: Sentence on what is assumed with the change; empty for none.
+        unit: Unit of a number of a mapping, as users write it.
+        of_resources: Whether the step is replayed on other resources, in ``predict/replicas.py``.
+    """
+
+    option: str
+    values: str
+    help: str
+    check: Callable[[str, Any], None]
+    assumed: str = ""
+    unit: str = ""
+    of_resources: bool = False
+
+
+def _check(holds: bool, option: str, problem: str) -> None:
+    if not holds:
+        raise ConfigError(option, problem)
+
+
+def _names(option: str, names: Any) -> None:
+    is_list = isinstance(names, Sequence) and not isinstance(names, str)
+    _check(is_list, option, f"{names!r} is no list of names, such as ['search']")
+
+
+def _numbers(option: str, values: Any) -> None:
+    example = "0.2 (s)" if option == "--tools" else "0.5"
+    is_mapping = isinstance(values, Mapping)
+    _check(is_mapping, option, f"{values!r} is no mapping; give {{'name': {example}}}")
+    for name, value in values.items():
+        factor = factor_of(value) if option == "--tools" else None
+        number = value if factor is None else factor
+        is_finite = isinstance(number, Real) and 0 <= float(number) < math.inf
+        problem = f"{name}={value!r} is not a finite number of at least 0, such as {example}"
+        _check(is_finite, option, problem)
+
+
+def _percentage(option: str, tail: Any) -> None:
+    is_percentage = tail is None or (isinstance(tail, Real) and 0 < float(tail) <= 100)
+    _check(is_percentage, option, f"{tail!r} is not a percentage above 0 and at most 100")
+
+
+def _count(option: str, count: Any) -> None:
+    is_count = count is None or (isinstance(count, Integral) and int(count) >= 1)
+    _check(is_count, option, f"{count!r} is not an integer of at least 1")
+
+
+def _is_ahead(option: str, ahead: Any) -> None:
+    _check(ahead in (None, 0, 1), option, f"{ahead!r} is not 0 or 1")
+
+
+def factor_of(value: object) -> float | None:
+    """Return the factor that a text such as ``0.5x`` gives; ``None`` for anything else."""
+    match = re.fullmatch(r"(\d+(\.\d*)?|\.\d+)x", value) if isinstance(value, str) else None
+    return float(match[1]) if match else None
+
+
+CHANGES = {
+    "scale": Change(
+        "--scale",
+        "STAGE=FACTOR,...",
         "stages, or kernels (e.g. kernel:*gemm*=0.5), take this part of their time",
+        _numbers,
+        "a scaled stage has the same shape, with its own delays and waits",
     ),
-    "balance": (
-        "--balance A,B",
+    "balance": Change(
+        "--balance",
+        "A,B",
         "each of these stages takes the mean of its workers on each of them",
+        _names,
+        "a balanced stage takes the mean of its workers, who still do the same work in all",
     ),
-    "no_tail": (
-        "--no-tail PERCENT",
+    "no_tail": Change(
+        "--no-tail",
+        "PERCENT",
         "a rollout ends when this many of its trajectories, else requests, have ended",
+        _percentage,
+        "a rollout without its tail is followed by stages that take as long as before",
     ),
-    "tools": (
-        "--tools NAME=TIME,...",
+    "tools": Change(
+        "--tools",
+        "NAME=TIME,...",
         "each call of a tool takes this time, or this factor of it: search=0.2s,sandbox=0.5x",
+        _numbers,
+        "other calls take as long as before a tool changed, also in a fuller engine",
+        unit="s",
     ),
-    "unblock": (
-        "--unblock A,B",
+    "unblock": Change(
+        "--unblock",
+        "A,B",
         "these tools no longer block the event loop of their agent loop",
+        _names,
+        "calls take as long as before in threads of their own, however many at once",
     ),
-    "replicas": (
-        "--replicas NUMBER",
+    "replicas": Change(
+        "--replicas",
+        "NUMBER",
         "the requests of the rollout are served by this many replicas; prints an interval",
+        _count,
+        of_resources=True,
     ),
-    "concurrency": (
-        "--concurrency NUMBER",
+    "concurrency": Change(
+        "--concurrency",
+        "NUMBER",
         "a replica runs at most this many requests at once; prints an interval",
+        _count,
+        of_resources=True,
     ),
-    "steps_ahead": (
-        "--async STEPS",
+    "steps_ahead": Change(
+        "--async",
+        "STEPS",
         "1: the next rollout runs beside the training; prints an interval",
+        _is_ahead,
+        "rollout and training run side by side as fast as alone, and neither runs in a weight "
+        "update",
+        of_resources=True,
     ),
 }
-"""The option of each field of :class:`Changes`: name with the kind of its value, and help."""
-_ASSUMED = (
-    "a scaled stage has the same shape, with its own delays and waits",
-    "code of the host, gaps and other kernels take as long as before",
-    "a balanced stage takes the mean of its workers, who still do the same work in all",
-    "a rollout without its tail is followed by stages that take as long as before",
-    "other calls take as long as before a tool changed, also in a fuller engine",
-    "calls take as long as before in threads of their own, however many at once",
-    "rollout and training run side by side as fast as alone, and neither runs in a weight update",
-)
+"""The kind of each field of :class:`Changes`."""
+_KERNELS = "code of the host, gaps and other kernels take as long as before"
 
 
 class Changes(msgspec.Struct, frozen=True):
@@ -97,45 +183,22 @@ class Changes(msgspec.Struct, frozen=True):
     steps_ahead: int | None = None
 
     def __post_init__(self) -> None:
-        for option, names in (("--balance", self.balance), ("--unblock", self.unblock)):
-            is_list = isinstance(names, Sequence) and not isinstance(names, str)
-            _check(is_list, option, f"{names!r} is no list of names, such as ['search']")
-        _check_numbers("--scale", self.scale, "0.5")
-        _check_numbers("--tools", self.tools, "0.2 (s)")
-        tail, ahead = self.no_tail, self.steps_ahead
-        is_percentage = tail is None or (isinstance(tail, Real) and 0 < tail <= 100)
-        _check(is_percentage, "--no-tail", f"{tail!r} is not a percentage above 0 and at most 100")
-        for option, count in self._counts():
-            is_count = count is None or (isinstance(count, Integral) and count >= 1)
-            _check(is_count, option, f"{count!r} is not an integer of at least 1")
-        _check(ahead in (None, 0, 1), "--async", f"{ahead!r} is not 0 or 1")
-
-    def _counts(self) -> tuple[tuple[str, int | None], ...]:
-        return ("--replicas", self.replicas), ("--concurrency", self.concurrency)
+        for field, change in CHANGES.items():
+            change.check(change.option, getattr(self, field))
 
     @property
     def has_resources(self) -> bool:
         """Whether the step is to run on other resources."""
-        return (self.replicas, self.concurrency, self.steps_ahead) != (None, None, None)
+        fields = [field for field, change in CHANGES.items() if change.of_resources]
+        return any(getattr(self, field) is not None for field in fields)
 
     def options(self) -> list[str]:
         """Return the changes as options of the command."""
-        pairs: list[tuple[str, str]] = []
-        for name, factor in self.scale.items():
-            pairs.append(("--scale", f"{name}={factor:.6g}"))
-        for name in self.balance:
-            pairs.append(("--balance", _listed(name)))
-        if self.no_tail is not None:
-            pairs.append(("--no-tail", f"{self.no_tail:.6g}"))
-        for name, value in self.tools.items():
-            text = value if isinstance(value, str) else f"{value:.6g}s"
-            pairs.append(("--tools", f"{name}={text}"))
-        for name in self.unblock:
-            pairs.append(("--unblock", _listed(name)))
-        for option, count in (*self._counts(), ("--async", self.steps_ahead)):
-            if count is not None:
-                pairs.append((option, str(count)))
-        return [f"{option} {shlex.quote(value)}" for option, value in pairs]
+        options = []
+        for field, change in CHANGES.items():
+            for text in _texts(getattr(self, field), change.unit):
+                options.append(f"{change.option} {shlex.quote(text)}")
+        return options
 
     def with_more(self, more: Changes) -> Changes:
         """Return these changes and more; factors of one stage are multiplied,
@@ -171,37 +234,27 @@ class Changes(msgspec.Struct, frozen=True):
 
     def assumed(self) -> list[str]:
         """Return a sentence on the assumption of each kind of change."""
-        scaled = len(self.scale) > len(self.kernels)
-        times = (scaled, self.kernels, self.balance, self.no_tail, self.tools, self.unblock)
-        changed = (*times, self.steps_ahead)
-        return [sentence for sentence, change in zip(_ASSUMED, changed, strict=True) if change]
+        sentences = []
+        for field, change in CHANGES.items():
+            value = getattr(self, field)
+            if field == "scale":
+                value = self.scale.keys() - {f"{KERNEL}{name}" for name in self.kernels}
+            if value and change.assumed:
+                sentences.append(change.assumed)
+        return [*sentences, _KERNELS] if self.kernels else sentences
 
 
-def _check(holds: bool, option: str, problem: str) -> None:
-    if not holds:
-        raise ConfigError(option, problem)
-
-
-def _check_numbers(option: str, values: Any, example: str) -> None:
-    is_mapping = isinstance(values, Mapping)
-    _check(is_mapping, option, f"{values!r} is no mapping; give {{'name': {example}}}")
-    for name, value in values.items():
-        factor = factor_of(value) if option == "--tools" else None
-        number: float | str = value if factor is None else factor
-        is_finite = isinstance(number, Real) and 0 <= number < math.inf
-        problem = f"{name}={value!r} is not a finite number of at least 0, such as {example}"
-        _check(is_finite, option, problem)
-
-
-def factor_of(value: object) -> float | None:
-    """Return the factor that a text such as ``0.5x`` gives; ``None`` for anything else."""
-    match = re.fullmatch(r"(\d+(\.\d*)?|\.\d+)x", value) if isinstance(value, str) else None
-    return float(match[1]) if match else None
-
-
-def _listed(name: str) -> str:
-    r"""Return a name as an item of an option's list, in which a comma of a name is ``\,``."""
-    return name.replace(",", "\\,")
+def _texts(value: Any, unit: str) -> Iterator[str]:
+    """Yield the value of a field as values of its option, one of each name."""
+    if isinstance(value, Mapping):
+        for name, number in value.items():
+            text = number if isinstance(number, str) else f"{number:.6g}{unit}"
+            yield f"{name}={text}"
+    elif isinstance(value, Sequence):
+        for name in value:
+            yield name.replace(",", "\\,")  # as an item of a list
+    elif value is not None:
+        yield f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def tool_name(name: str) -> str:
