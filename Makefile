@@ -5,8 +5,8 @@
 PYTHON ?= python3
 ENGINE ?= transformers
 PYTEST_ARGS ?=
-# Markers of tests that have an environment or a command of their own.
-APART := vllm or sglang or npu or megatron or gpu or verl or truth or trl or areal or package or npu_device or releases or replayers or trackers or soak or fuzz or recipes
+# Tests that have an environment or a command of their own: all markers of pyproject.toml.
+APART := $(shell sed -n 's/^    "\([a-z_]*\): .*/\1 or/p' pyproject.toml | tr '\n' ' ' | sed 's/ or $$//')
 BROWSER := tests/browser/node_modules
 DEMO := outputs/demo
 PEERS := outputs/peers
@@ -48,6 +48,7 @@ env: .venv/.ready ## Build the environment for development (.venv)
 	touch $@
 
 .venv-verl/.ready .venv-verl-sglang/.ready: requirements/verl-common.txt
+.venv-verl/.ready .venv-verl-sglang/.ready .venv-bench/.ready: requirements/verl-version.txt
 .venv-verl-sglang/.ready: requirements/sglang.txt requirements/sglang-no-deps.txt
 
 # The machines of users: torch as their index has it, with CUDA, or the one that torch_npu asks for.
@@ -318,7 +319,7 @@ bench: .venv-bench/.ready .venv-hta/.ready .venv-vllm/.ready ## Measure all but 
 bench-instructions: $(PEERS)/.ready ## Hold the cheapest ratios, counted in instructions (needs valgrind)
 	PYTHONPATH=$(PEERS) .venv/bin/python benchmarks/bench_instructions.py
 
-$(PEERS)/.ready: .venv/.ready requirements/instructions.txt
+$(PEERS)/.ready: .venv/.ready requirements/instructions.txt requirements/verl-version.txt
 	rm -rf $(PEERS)
 	.venv/bin/pip install --no-deps --target $(PEERS) -r requirements/instructions.txt
 	touch $@
