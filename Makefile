@@ -186,7 +186,7 @@ verification: ## Run the suites behind the README's table, and print what was ve
 	-for suite in recipes vllm sglang megatron npu; do \
 	  $(MAKE) test-$$suite PYTEST_ARGS=--junitxml=outputs/verification/$$suite.xml; \
 	done
-	.venv/bin/python -m tests.verification outputs/verification/*.xml
+	.venv/bin/python -m tests.verified_tools outputs/verification/*.xml
 
 # Apart from .ci/run, as new releases come when they come. Both parts run, whatever the first one finds.
 test-newest: .venv-newest/.ready .venv-sglang-newest/.ready ## Run real suites on the newest torch, transformers, pandas, omegaconf, MLflow and SGLang (half an hour, 9 GB)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from integrations.verl_runs import ROOT, search_path
+from verl_profiling.integrations.verl.versions import TESTED
 
 BREAK = """
 import sys
@@ -122,7 +123,7 @@ def test_a_verl_without_what_all_else_depends_on_is_named_at_its_import(
     assert len(lines) == bool(says)
     for line in lines:
         assert says in line
-        assert "install verl 0.9.0 or 0.9.1" in line
+        assert f"install verl {' or '.join(TESTED)}" in line
 
 
 @pytest.mark.verl

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from integrations.wheels import PLUGIN, run_python, sources
+from verl_profiling.integrations.verl.versions import TESTED
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
 
@@ -61,11 +62,12 @@ def check(folder: Path | None, tmp_path: Path, *overrides: str) -> subprocess.Co
 
 
 @pytest.mark.releases
-def test_the_hooks_fit_0_9_0(pytestconfig: pytest.Config, tmp_path: Path) -> None:
-    """The first release of 0.9 has everything that is hooked,
-    V1 trainers and agent loops included.
-    """
-    folder = sources("verl==0.9.0", pytestconfig.cache)
+@pytest.mark.parametrize("version", TESTED[:-1])
+def test_the_hooks_fit_earlier_releases(
+    version: str, pytestconfig: pytest.Config, tmp_path: Path
+) -> None:
+    """They have everything that is hooked, V1 trainers and agent loops included."""
+    folder = sources(f"verl=={version}", pytestconfig.cache)
     run = run_python("-c", program(*HOOKED), cwd=tmp_path, paths=(folder,))
     assert run.returncode == 0, run.stderr
     assert "None [] True" in run.stdout
@@ -77,7 +79,8 @@ def test_0_8_says_what_it_does_not_have(pytestconfig: pytest.Config, tmp_path: P
     folder = sources("verl==0.8.0", pytestconfig.cache)
     run = run_python("-c", program("verl.trainer.ppo.ray_trainer"), cwd=tmp_path, paths=(folder,))
     assert run.returncode == 0, run.stderr
-    assert "verl 0.8.0 was not tested with this package, 0.9.0 and 0.9.1 were" in run.stdout
+    tested = " and ".join(TESTED)
+    assert f"verl 0.8.0 was not tested with this package, {tested} were" in run.stdout
     assert "there is no verl.trainer.ppo.v1.trainer_base" in run.stdout
 
 

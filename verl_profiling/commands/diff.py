@@ -229,8 +229,8 @@ def renamed_kernels(
     """Return a common name for kernels of one side, where one operator launched kernels of such
     names on both sides.
 
-    Another version of a library has another name for a kernel. As one kernel gone and one new, their
-    times would not be compared.
+    Another version of a library has another name for a kernel. As one kernel gone and one new,
+    their times would not be compared.
 
     Args:
         gone: Names of kernels that only A has.

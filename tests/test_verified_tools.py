@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import device_report
-from tests.verification import CELLS, outcomes, table
+from tests.verified_tools import CELLS, outcomes, table
 from verl_profiling.capture.session import Session
 
 ROOT = Path(__file__).resolve().parent.parent
