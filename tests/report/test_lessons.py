@@ -20,11 +20,13 @@ from verl_profiling.watch.log_writer import values_of
 from verl_profiling.workers import AgentLoopCaptureMixin
 
 # Of each group: its task and environment, rewards, which samples were cut off, and what each taught
+# (training has samples that were cut off, unless a status says otherwise)
 GROUPS: list[tuple[str, str | None, list[float | None], list[int], str | list[str]]] = [
     ("math", None, [1.0, 1.0, 1.0], [], "equal rewards"),
     ("math", None, [0.0, 1.0], [], ""),
     ("math", None, [0.0, None], [], ""),
     ("code", "docker", [0.0, 1.0, 1.0], [1], ["", "truncated", ""]),
+    ("code", "docker", [0.0, 1.0], [0], ""),
     ("code", "docker", [0.0, 1.0], [], "filtered"),
     ("code", "docker", [0.5, 0.5], [0], "equal rewards"),
     ("code", "browser", [1.0, 0.0], [], "stale"),
@@ -62,7 +64,7 @@ async def roll_out() -> Stopwatch:
             made.add(truncated=sample in cut)
             if rewards[sample] is not None:
                 made.add(reward=rewards[sample])
-            if cause == "aborted":
+            if cause in ("aborted", "truncated"):
                 made.status = cause
         label = task if environment is None else f"{task} in {environment}"
         took[label, cause] += time.monotonic() - begun_s

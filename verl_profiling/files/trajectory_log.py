@@ -32,7 +32,7 @@ NO_CPU = "a lack of CPU"
 MAX_LINE = 1 << 20
 KEPT = ("done", "running")
 """Statuses of trajectories that are trained on, or may still be."""
-EQUAL, TRUNCATED = "equal rewards", "truncated"
+EQUAL = "equal rewards"
 """Reasons why nothing is learned from a trajectory; another one is its status."""
 _CHUNK = 4096  # lines that are encoded at once, while no other thread runs
 _UNLIKE = "too large for a log of trajectories"

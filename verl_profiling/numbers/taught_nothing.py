@@ -1,7 +1,7 @@
-"""The seconds of rollout and training that taught nothing: equal rewards, truncated, masked and
-unused samples.
+"""The seconds of rollout and training that taught nothing: equal rewards, masked or unused samples.
 
-E.g. samples of one prompt with equal rewards have no advantage over each other.
+E.g. samples of one prompt with equal rewards have no advantage over each other. A response that was
+cut off teaches, unless the loop drops or masks it: only its status or the training tells.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
-from verl_profiling.files.trajectory_log import EQUAL, KEPT, TRUNCATED, reward_of, task_of
+from verl_profiling.files.trajectory_log import EQUAL, KEPT, reward_of, task_of
 from verl_profiling.manifest import Lessons, StageSpan, Work, added, divided, useless_parts
 from verl_profiling.numbers.report_columns import NothingRow, UselessRow
 from verl_profiling.slices.intervals import grouped
@@ -56,9 +56,7 @@ def _reason(trajectory: Trajectory, is_equal: bool) -> str:
     """Return why nothing is learned from a trajectory, or an empty text."""
     if trajectory.status not in KEPT:
         return trajectory.status
-    if is_equal:
-        return EQUAL
-    return TRUNCATED if trajectory.said.facts.get("truncated") is True else ""
+    return EQUAL if is_equal else ""
 
 
 def _is_equal(members: Sequence[Trajectory]) -> bool:

@@ -214,8 +214,8 @@ def trajectory(group: object = "", sample: int | str | None = None, **facts: Any
         group: An id that all samples of the prompt share.
         sample: Index or id of this sample.
         **facts: Numbers, texts and truth values to keep. The report uses ``validate``, ``turns``,
-            ``tool_calls``, ``prompt_tokens``, ``response_tokens``, ``reward``, ``truncated``,
-            ``task``, ``environment``, and the policy versions ``min_version`` and ``max_version``.
+            ``tool_calls``, ``prompt_tokens``, ``response_tokens``, ``reward``, ``task``,
+            ``environment``, and the policy versions ``min_version`` and ``max_version``.
     """
     return Trajectory(TRAJECTORY, "", facts, group=group, sample=sample) if _kept else _IDLE
 

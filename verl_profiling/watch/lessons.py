@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from verl_profiling.files.step_summary import OTHERS, ROLLOUT, GroupSum, Period, StepSummary
-from verl_profiling.files.trajectory_log import EQUAL, KEPT, TRUNCATED, reward_of, task_of
+from verl_profiling.files.trajectory_log import EQUAL, KEPT, reward_of, task_of
 from verl_profiling.manifest import MOST_TASKS, Lessons, added, divided
 from verl_profiling.trajectories.spans import Trajectory, later_statuses, open_spans
 
@@ -73,7 +73,7 @@ def _text(value: object) -> str:
 def _tells(trajectory: Trajectory) -> bool:
     """Return whether a fact tells what a trajectory taught."""
     facts = trajectory.facts
-    return "reward" in facts or "truncated" in facts or trajectory.status not in ("", *KEPT)
+    return "reward" in facts or trajectory.status not in ("", *KEPT)
 
 
 def _sum_of(
@@ -98,7 +98,7 @@ def _sum_of(
         if reason and reason not in KEPT:
             reason = _text(reason)
         else:
-            reason = TRUNCATED if facts.get("truncated") is True else ""
+            reason = ""
             many += 1
             reward = reward_of(facts)
             if reward is not None:
@@ -148,7 +148,7 @@ def _of_rollout(sums: Iterable[GroupSum]) -> Lessons:
         if status not in KEPT:
             times_ns = {status: sum(times_ns.values())}
         elif group.group and is_equal and len(group.rewards) == group.members:
-            times_ns[EQUAL] = times_ns.pop("", 0) + times_ns.pop(TRUNCATED, 0)
+            times_ns[EQUAL] = times_ns.pop("", 0)
         task = group.task if group.task in lessons or len(lessons) < MOST_TASKS else OTHERS
         of_task = lessons.setdefault(task, {})
         for reason, took_ns in times_ns.items():
