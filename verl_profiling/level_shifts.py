@@ -35,6 +35,10 @@ _OF_THE_SPREAD, _FULL = 1.3, 6.0
 _SOON, _CHANCE = 8, 1.0
 _BELOW, _FULL_SHIFT, _MOST_SHIFT = 0.16, 0.6, 1.2
 _LATEST = 8  # steps that join the past with a delay
+_FEW, _FEW_LATEST = (
+    3,
+    2,
+)  # least durations that are a past of a seldom stage, and those with a delay
 _RARE, _MOST = 0.01, 0.5  # least share of equal shifts in the past; most evidence of one step
 _OF_WHAT_MATTERS = 0.7
 # Evidence that a step keeps of the sum, the sum for a detection, and what a normal step takes away.
@@ -104,9 +108,12 @@ class Past:
     Attributes:
         before: Durations (s) in the window before the last step.
         usual: Median (s) of the durations in the window.
+        is_seldom: Whether few durations are a past, with a higher threshold, because as many as
+            half of a window come late.
     """
 
     def __init__(self, window: int) -> None:
+        self.is_seldom = False
         self.before: list[float] = []
         self.usual = 0.0
         self._values: deque[float] = deque(maxlen=window + _LATEST)
@@ -135,7 +142,7 @@ class Past:
             self._change.steps_left = None
             return
         every = [*self._values]
-        before = every[: max(self._enough, len(every) - steps)]
+        before = every[: max(_FEW, len(every) - steps)]
         shifts = [self._shifts.pop() for _ in range(min(steps, len(self._shifts)))]
         self._change = _Change(before, self.usual, deque(every[-1:], self._window), shifts[::-1])
 
@@ -192,20 +199,23 @@ class Past:
 
         The evidence is at most half of a detection, and smaller if the past had such shifts often.
         """
-        if len(self.before) < self._enough:
+        many = len(self.before)
+        if many < (_FEW if self.is_seldom else self._enough):
             return -1.0
-        shifted, spread, shifts = (
-            self._shift(value, usual),
-            self.spread,
-            self._earlier(self._shifts),
-        )
+        shifted, shifts = self._shift(value, usual), self._earlier(self._shifts)
+        spread, least = self.spread, 1.0
+        if many < self._enough:
+            *_, second, _ = sorted(abs(self._shift(one, usual)) for one in self.before)
+            spread, least = max(spread, second), sqrt(self._enough / many)  # the first one warms up
         share = max(sum(one >= shifted for one in shifts) / len(shifts), _RARE)
-        return (
-            min(_MOST, (shifted - _least(ratio, spread)) / _full(spread)) * log(share) / log(_RARE)
-        )
+        amount = (shifted - least * _least(ratio, spread)) / _full(spread)
+        return min(_MOST, amount) * log(share) / log(_RARE)
 
     def _earlier(self, of_steps: deque[float]) -> list[float]:
-        return [*of_steps][: max(self._enough, len(of_steps) - _LATEST)]
+        least = self._enough
+        if self.is_seldom:
+            least = max(_FEW, min(least, len(of_steps) - _FEW_LATEST))
+        return [*of_steps][: max(least, len(of_steps) - _LATEST)]
 
     def _shift(self, value: float, usual: float) -> float:
         return log((max(value, 0.0) + self._least_s) / (usual + self._least_s))

@@ -146,6 +146,19 @@ def test_a_checkpoint_now_and_then_is_no_news(period: int) -> None:
     assert not noticed(Detector(Anomaly()), steps)
 
 
+@pytest.mark.parametrize("runs", [3, 5])
+def test_a_checkpoint_that_becomes_slow_is_noticed_in_its_second_slow_time(runs: int) -> None:
+    """After few runs, which vary; those that are slow are no past of each other."""
+    chance, found = random.Random(5), []
+    detector = Detector(Anomaly())
+    for step in range(1, 6 * (runs + 4)):
+        saving_ms = 400 * chance.lognormvariate(0, 0.05) * (3 if step > 6 * runs + 5 else 1)
+        times = USUAL if step % 6 else {**USUAL, "save_checkpoint": saving_ms}
+        found.append(detector.observe(summary(step, times)))
+    [one] = filter(None, found)
+    assert (one.stage, one.noticed) == ("save_checkpoint", 6 * (runs + 2))
+
+
 @pytest.mark.parametrize("period", [6, 60])
 def test_what_is_slow_now_and_then_is_no_news(period: int) -> None:
     """A stall that comes back is over when it could be captured;

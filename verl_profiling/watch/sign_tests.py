@@ -112,6 +112,7 @@ class Detector:
         slow_s: dict[str, float] = {}
         for stage, took_s in times.items():
             series = stages[stage] = self._stages[stage]
+            series.past.is_seldom = stage in self._seldom
             amounts[stage] = series.measure(took_s, options.slow_stage, matters_s)
             if amounts[stage] > 0 or series.score:
                 slow_s[stage] = series.excess
