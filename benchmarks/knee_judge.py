@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from verl_profiling.analysis import open_step
 from verl_profiling.commands.replay import load_of_step
-from verl_profiling.integrations.replay import VLLMServer, replay
+from verl_profiling.integrations.replay import EngineServer, replay
 from verl_profiling.manifest import Request
 from verl_profiling.steps.load import Load, LoadRequest
 
@@ -47,7 +47,7 @@ CASES = (
 )
 
 
-class LimitedServer(VLLMServer):
+class LimitedServer(EngineServer):
     """A vLLM engine to which a limited number of requests is sent at once."""
 
     limit = asyncio.Semaphore(LIMITS[0])
@@ -143,7 +143,7 @@ def judged(case: tuple[int, int, int, tuple[int, int]]) -> bool:
             "enable_prefix_caching": False,
             "max_num_seqs": LIMITS[0],
         }
-        server = LimitedServer(settings, 0, options)
+        server = LimitedServer("vllm", settings, 0, options)
         try:
             captures = asyncio.run(rates(drawn_load(prompt, lengths), server, settings))
         finally:

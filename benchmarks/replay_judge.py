@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from verl_profiling import AsyncProfilingCallback
 from verl_profiling.analysis import CapturedStep, open_step
 from verl_profiling.commands.replay import load_of_step, seconds_of, with_rollout
-from verl_profiling.integrations.replay import Server, SGLangServer, VLLMServer, replay
+from verl_profiling.integrations.replay import EngineServer, Server, replay
 
 VOCABULARY, LONGEST = 512, 512
 PROMPTS, GROUP = 12, 4
@@ -83,7 +83,6 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
         {"replicas": 2},
     ],
 }
-SERVERS: dict[str, Callable[..., Server]] = {"vllm": VLLMServer, "sglang": SGLangServer}
 
 
 def model_of(folder: Path) -> None:
@@ -188,7 +187,7 @@ class Judge:
         servers: list[Server] = []
         for replica in range(replicas):
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(replica % (os.cpu_count() or 1))
-            servers.append(SERVERS[self.engine](self.settings("run"), replica, options))
+            servers.append(EngineServer(self.engine, self.settings("run"), replica, options))
         return servers
 
     async def replayed_s(

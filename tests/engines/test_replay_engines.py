@@ -13,7 +13,7 @@ from tests.agent_load import record_load
 from tests.engines.server import SGLANG_ON_CPU
 from verl_profiling.cli import EXIT_BAD_INPUT, EXIT_OK, main
 from verl_profiling.files.run_files import read_manifest
-from verl_profiling.integrations.replay import SGLangServer, VLLMServer
+from verl_profiling.integrations.replay import EngineServer
 
 SPECIAL_IDS = (0, 1, 2)  # of tiny_model
 VLLM: dict[str, Any] = {
@@ -52,14 +52,13 @@ def test_an_engine_answers_the_load_with_the_recorded_lengths(
 
     The engine gets no token that its model says is special.
     """
-    server = {"vllm": VLLMServer, "sglang": SGLangServer}[engine]
-    generate, sent = server.generate, set[int]()
+    generate, sent = EngineServer.generate, set[int]()
 
     async def noted(self: Any, id: str, prompt: list[int], tokens: int) -> None:
         sent.update(prompt)
         await generate(self, id, prompt, tokens)
 
-    monkeypatch.setattr(server, "generate", noted)
+    monkeypatch.setattr(EngineServer, "generate", noted)
     folder = record_load(tmp_path / "run", prompt_hashes=True)
     settings = {model_option: str(tiny_model), **options}
     words = ["replay", str(folder), "--engine", engine, "--times", "2"]

@@ -67,7 +67,7 @@ THREADS = """
 import sys, threading
 from types import ModuleType
 from verl_profiling.files.engine_marks import MarkReader, collect_marks
-from verl_profiling.integrations.engine_marks import mark_engine
+from verl_profiling.integrations.engine_marks import mark_calls
 
 collect_marks()
 asleep, done = threading.Event(), threading.Event()
@@ -86,7 +86,8 @@ def hook(module, put_in):
         made.Worker = Worker
         put_in(made)
 
-mark_engine("vllm", hook)
+calls = {"load_model": "weights", "sleep": "sleep"}
+mark_calls({("vllm.v1.worker.gpu_worker", "Worker"): calls}, hook)
 sleeps = threading.Thread(target=Worker().sleep)
 sleeps.start()
 asleep.wait(30)

@@ -8,13 +8,14 @@ The engine sets most options of torch_npu; docs/engines.md lists the options tha
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 from uuid import uuid4
 
 import msgspec
@@ -32,6 +33,26 @@ SPOOL_PARENT = ".engines"
 
 OptionValues = Mapping[str, tuple[object, ...]]
 """Allowed values of restricted options; messages suggest the last value."""
+
+
+class ReplayedEngine(NamedTuple):
+    """An engine to which ``replay`` sends requests.
+
+    Attributes:
+        engine: The engine, which ``shutdown()`` ends.
+        generate: Serves a request, given its id, its prompt, and the exact number of new tokens.
+        reset: Empties the prefix cache, as an update of the weights does.
+        vocabulary: Number of token ids of the model.
+        config: The model's configuration, as Hugging Face writes it.
+        tokenizer: The model's tokenizer of transformers; ``None`` without one.
+    """
+
+    engine: Any
+    generate: Callable[[str, list[int], int], Awaitable[None]]
+    reset: Callable[[], Awaitable[Any]]
+    vocabulary: int
+    config: Mapping[str, Any]
+    tokenizer: Any
 
 
 class EngineAdapter(ABC):
@@ -121,6 +142,20 @@ class EngineAdapter(ABC):
             ToolUnavailableError: The engine is not installed.
         """
         return {}
+
+    @classmethod
+    def for_replay(cls, options: Mapping[str, Any], recorded: Mapping[str, Any]) -> ReplayedEngine:
+        """Return a new engine for a replay.
+
+        Args:
+            options: Options of the engine, as users wrote them.
+            recorded: Its :meth:`engine_args`.
+
+        Raises:
+            ConfigError: The engine has no such option, or cannot be replayed on.
+            ToolUnavailableError: The engine is not installed.
+        """
+        raise ConfigError("--engine", f"{cls.name} serves no replay; use vllm or sglang")
 
     @classmethod
     def check(
@@ -256,6 +291,18 @@ class EngineAdapter(ABC):
         empty while they live.
         """
         return ""
+
+
+def check_options(arguments: type, options: Iterable[str], engine: str) -> None:
+    """Check options of an engine for a replay.
+
+    Raises:
+        ConfigError: The engine has no such option.
+    """
+    names = {field.name for field in dataclasses.fields(arguments)}
+    for name in options:
+        if name not in names:
+            raise ConfigError(f"--set {name}", f"{engine} has no such option")
 
 
 def how_processes_ended(codes: Mapping[str, int | None]) -> str:

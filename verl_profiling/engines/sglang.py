@@ -24,7 +24,9 @@ from urllib.error import HTTPError
 
 from verl_profiling.engines.adapter import (
     EngineAdapter,
+    ReplayedEngine,
     at_least,
+    check_options,
     how_processes_ended,
     refuse_option,
 )
@@ -35,7 +37,7 @@ from verl_profiling.files.run_files import is_recording, rank_of_recording
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import BYTES_OF
 from verl_profiling.settings.config import ProfilingConfig, RolloutOptions
-from verl_profiling.tools.base import Tool
+from verl_profiling.tools.base import Tool, imported
 
 _PATCHES = "_apply_patches"  # SGLang before 0.5.23 calls it in torch_npu; later ones need none
 _NOT_RECORDING = "not in progress"
@@ -135,6 +137,23 @@ class SGLangAdapter(EngineAdapter):
     def watch(cls, engine: Any, log: RequestLog, identity: WorkerIdentity) -> None:
         if (manager := manager_of(engine, identity)) is not None:
             watch_manager(manager, log)
+
+    @classmethod
+    def for_replay(cls, options: Mapping[str, Any], recorded: Mapping[str, Any]) -> ReplayedEngine:
+        arguments = imported("sglang.srt.server_args", "sglang", "sglang").ServerArgs
+        check_options(arguments, options, cls.name)
+        import sglang
+
+        engine = sglang.Engine(**options)
+        manager = engine.tokenizer_manager
+
+        async def generate(id: str, prompt: list[int], tokens: int) -> None:
+            sampling = {"max_new_tokens": tokens, "ignore_eos": True}
+            await engine.async_generate(input_ids=prompt, sampling_params=sampling, rid=id)
+
+        model = manager.model_config
+        facts = model.vocab_size, model.hf_config.to_dict(), manager.tokenizer
+        return ReplayedEngine(engine, generate, manager.flush_cache, *facts)
 
     @classmethod
     def check(

@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 import weakref
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from isal import igzip
 
 from verl_profiling.engines.adapter import (
     EngineAdapter,
+    ReplayedEngine,
     at_least,
+    check_options,
     how_processes_ended,
     new_spool,
     refuse_option,
@@ -286,6 +289,25 @@ class VLLMAdapter(EngineAdapter):
         variables = profiler_variables({name: wanted[name] for name in options & wanted.keys()})
         os.environ.update(variables)
         return {}
+
+    @classmethod
+    def for_replay(cls, options: Mapping[str, Any], recorded: Mapping[str, Any]) -> ReplayedEngine:
+        arguments = imported("vllm.engine.arg_utils", "vllm", "vllm").AsyncEngineArgs
+        check_options(arguments, options, cls.name)
+        from vllm import SamplingParams
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        engine = AsyncLLM.from_engine_args(arguments(**options, **recorded))
+
+        async def generate(id: str, prompt: list[int], tokens: int) -> None:
+            sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
+            async for _ in engine.generate({"prompt_token_ids": prompt}, sampling, request_id=id):
+                pass
+
+        model = engine.vllm_config.model_config
+        tokenizer = None if model.skip_tokenizer_init else engine.tokenizer
+        facts = model.get_vocab_size(), model.hf_config.to_dict(), tokenizer
+        return ReplayedEngine(engine, generate, engine.reset_prefix_cache, *facts)
 
     @property
     def _engine(self) -> Any:

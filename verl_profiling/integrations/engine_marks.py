@@ -1,4 +1,4 @@
-"""Marks calls of vLLM and SGLang in the engine's own processes: their start, sleep and wake.
+"""Marks calls of engines in the engines' own processes: their start, sleep and wake.
 
 A call inside a marked call is a part of it. vLLM's allocator copies and releases one allocation
 after another, thousands of them; so a part is the sum of its calls.
@@ -14,59 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from verl_profiling import clock
-from verl_profiling.files.engine_marks import (
-    RESET,
-    SLEEP,
-    WAKE,
-    EngineMark,
-    is_collecting,
-    write_marks,
-)
+from verl_profiling.files.engine_marks import SLEEP, EngineMark, is_collecting, write_marks
 from verl_profiling.files.process_marks import IMPORT, created_ns
 from verl_profiling.integrations.hooks import mark, wrap
 
-_WORKER = {
-    "init_device": "device",
-    "load_model": "weights",
-    "determine_available_memory": "kv_profile",
-    "initialize_from_config": "kv_cache",
-    "compile_or_warm_up_model": "warm_up",
-    "sleep": SLEEP,
-    "wake_up": WAKE,
-}
-# By engine, then module and class: marks by method.
-_CALLS: Mapping[str, Mapping[tuple[str, str], Mapping[str, str]]] = {
-    "vllm": {
-        ("vllm.v1.worker.gpu_worker", "Worker"): _WORKER,
-        ("vllm.v1.worker.cpu_worker", "CPUWorker"): _WORKER,
-        ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"): {
-            "capture_model": "graphs",
-            "post_kv_cache_wake_up": "kv_cache",
-        },
-        ("vllm.compilation.backends", "VllmBackend"): {"__call__": "compile"},
-        ("vllm.v1.engine.core", "EngineCore"): {"reset_prefix_cache": RESET},
-    },
-    "sglang": {
-        ("sglang.srt.model_executor.model_runner", "ModelRunner"): {
-            "init_torch_distributed": "device",
-            "load_model": "weights",
-            "init_device_graphs": "graphs",
-            "kernel_warmup": "warm_up",
-        },
-        ("sglang.srt.model_executor.model_runner_kv_cache_mixin", "ModelRunnerKVCacheMixin"): {
-            "init_memory_pool": "kv_cache"
-        },
-        ("sglang.srt.managers.scheduler_update_weights_mixin", "SchedulerUpdateWeightsMixin"): {
-            "release_memory_occupation": SLEEP,
-            "resume_memory_occupation": WAKE,
-        },
-        ("sglang.srt.managers.scheduler", "Scheduler"): {"flush_cache": RESET},
-        (
-            "sglang.srt.utils.torch_memory_saver_adapter",
-            "_TorchMemorySaverAdapterReal",
-        ): {"pause": "", "resume": ""},
-    },
-}
+Calls = Mapping[tuple[str, str], Mapping[str, str]]
 _ALLOCATOR = "vllm.device_allocator.cumem"
 
 
@@ -143,17 +95,17 @@ def _part(name: str, size: int = 0, before: str = "") -> Iterator[None]:
         call.add(name, begin_ns, size)
 
 
-def mark_engine(engine: str, hook: Callable[[str, Any], None]) -> None:
+def mark_calls(calls: Calls, hook: Callable[[str, Any], None]) -> None:
     """Mark the calls of an engine in this process.
 
     Args:
-        engine: ``vllm`` or ``sglang``.
+        calls: Names of the marks by method, of each module and class.
         hook: Lets a function change a module after its import.
     """
     created = created_ns()
     if created is not None and not is_collecting():
         write_marks([EngineMark(IMPORT, created, clock.now_ns())])
-    for (module, owner), names in _CALLS[engine].items():
+    for (module, owner), names in calls.items():
         hook(module, partial(_mark_methods, owner, names))
     hook(_ALLOCATOR, _mark_allocator)
 

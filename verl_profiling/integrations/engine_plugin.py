@@ -1,4 +1,7 @@
-"""The entry points for vLLM and SGLang, which load their plugins in each of their processes.
+"""The entry points for engines that load plugins in each of their processes: vLLM and SGLang.
+
+Another engine of this kind is a function here, with the calls that are marked, and its line in
+``setup.cfg``.
 
 ``VERL_PROFILING_RUN`` switches the plugin on. Without it, an entry point returns at once. With it,
 the classes that take requests are hooked. The first request of an engine starts its recorder,
@@ -9,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +31,48 @@ _MISFIT = (
     "Install what 'pip check' names, or an engine of docs/compatibility.md"
 )
 
+# Names of marks (see files/engine_marks.py, which is not imported for nothing) by method, of each
+# module and class.
+_WORKER = {
+    "init_device": "device",
+    "load_model": "weights",
+    "determine_available_memory": "kv_profile",
+    "initialize_from_config": "kv_cache",
+    "compile_or_warm_up_model": "warm_up",
+    "sleep": "sleep",
+    "wake_up": "wake",
+}
+_VLLM_CALLS = {
+    ("vllm.v1.worker.gpu_worker", "Worker"): _WORKER,
+    ("vllm.v1.worker.cpu_worker", "CPUWorker"): _WORKER,
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"): {
+        "capture_model": "graphs",
+        "post_kv_cache_wake_up": "kv_cache",
+    },
+    ("vllm.compilation.backends", "VllmBackend"): {"__call__": "compile"},
+    ("vllm.v1.engine.core", "EngineCore"): {"reset_prefix_cache": "reset_cache"},
+}
+_SGLANG_CALLS = {
+    ("sglang.srt.model_executor.model_runner", "ModelRunner"): {
+        "init_torch_distributed": "device",
+        "load_model": "weights",
+        "init_device_graphs": "graphs",
+        "kernel_warmup": "warm_up",
+    },
+    ("sglang.srt.model_executor.model_runner_kv_cache_mixin", "ModelRunnerKVCacheMixin"): {
+        "init_memory_pool": "kv_cache"
+    },
+    ("sglang.srt.managers.scheduler_update_weights_mixin", "SchedulerUpdateWeightsMixin"): {
+        "release_memory_occupation": "sleep",
+        "resume_memory_occupation": "wake",
+    },
+    ("sglang.srt.managers.scheduler", "Scheduler"): {"flush_cache": "reset_cache"},
+    (
+        "sglang.srt.utils.torch_memory_saver_adapter",
+        "_TorchMemorySaverAdapterReal",
+    ): {"pause": "", "resume": ""},
+}
+
 _hooked: set[str] = set()
 _failed: set[Callable[..., None]] = set()
 
@@ -38,7 +83,7 @@ def in_vllm() -> None:
     _hook_requests("vllm.v1.engine.async_llm", "AsyncLLM", ["generate"])
     _hook_requests("vllm.entrypoints.llm", "LLM", BATCH_METHODS, BATCH_METHODS)
     _hook("starlette.applications", _hook_server)
-    _mark("vllm")
+    _mark("vllm", _VLLM_CALLS)
 
 
 def in_sglang() -> None:
@@ -48,26 +93,26 @@ def in_sglang() -> None:
     )
     _hook_requests("sglang.srt.entrypoints.engine", "Engine", ["generate"], BATCH_METHODS)
     _hook("starlette.applications", _hook_server)
-    _mark("sglang")
+    _mark("sglang", _SGLANG_CALLS)
 
 
-def _mark(engine: str) -> None:
+def _mark(engine: str, calls: Mapping[tuple[str, str], Mapping[str, str]]) -> None:
     """Mark the calls of an engine in this process, if another process collects marks, or this one
     is going to record an engine.
     """
     is_on = os.environ.get(VARIABLE) or os.environ.get(_MARKS)
     if is_on and not _failed and engine not in _hooked:
         _hooked.add(engine)
-        _tried(_mark_calls, engine)
+        _tried(_mark_calls, calls)
 
 
-def _mark_calls(engine: str) -> None:
+def _mark_calls(calls: Mapping[tuple[str, str], Mapping[str, str]]) -> None:
     from verl_profiling.files.engine_marks import collect_marks
-    from verl_profiling.integrations.engine_marks import mark_engine
+    from verl_profiling.integrations.engine_marks import mark_calls
 
     if _MARKS not in os.environ:
         collect_marks()
-    mark_engine(engine, partial(_tried, _await_import))
+    mark_calls(calls, partial(_tried, _await_import))
 
 
 def _hook(module: str, put_in: Any) -> None:

@@ -7,12 +7,11 @@ recorded lengths and shared blocks, and random tokens; responses have the record
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import random
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import cycle
@@ -21,17 +20,11 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from verl_profiling import AsyncProfilingCallback, span, trajectory
+from verl_profiling.engines import ENGINES, adapter_named
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.manifest import BLOCK_TOKENS
 from verl_profiling.steps.load import Load, mooncake_rows
-from verl_profiling.tools.base import imported
-from verl_profiling.workers import (
-    AgentLoopCaptureMixin,
-    RequestLog,
-    RolloutCaptureMixin,
-    SGLangCaptureMixin,
-    VLLMCaptureMixin,
-)
+from verl_profiling.workers import AgentLoopCaptureMixin, RequestLog, RolloutCaptureMixin
 
 # Tokens for a server behind a URL, which does not say its own: above the special ones and the bytes
 # of SentencePiece (107 in Gemma, 258 in Llama 2) and the bytes of byte-level BPE (255).
@@ -82,72 +75,36 @@ def _special_in(config: Mapping[str, Any]) -> Iterator[int]:
             yield from value if isinstance(value, list) else [value]
 
 
-class VLLMServer(VLLMCaptureMixin):
-    """A vLLM engine.
+class EngineServer(RolloutCaptureMixin):
+    """An engine of this process.
 
     Args:
+        package: Package of the engine.
         profiling: Settings of the capture.
         replica: Index of the replica.
-        options: Fields of vLLM's ``AsyncEngineArgs``.
+        options: Options of the engine.
 
     Raises:
-        ConfigError: vLLM has no such option.
-        ToolUnavailableError: vLLM is not installed.
+        ConfigError: The engine has no such option, or cannot be replayed on.
+        ToolUnavailableError: The engine is not installed.
     """
 
-    def __init__(self, profiling: Mapping[str, Any], replica: int, options: Mapping[str, Any]):
-        arguments = imported("vllm.engine.arg_utils", "vllm", "vllm").AsyncEngineArgs
-        _check_options("vLLM", options, arguments)
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        recorded = self.engine_args(profiling)
-        self.engine = AsyncLLM.from_engine_args(arguments(**options, **recorded))
-        model = self.engine.vllm_config.model_config
-        tokenizer = None if model.skip_tokenizer_init else self.engine.tokenizer
-        config = model.hf_config.to_dict()
-        self.tokens: Sequence[int] = ordinary_tokens(model.get_vocab_size(), config, tokenizer)
+    def __init__(
+        self, package: str, profiling: Mapping[str, Any], replica: int, options: Mapping[str, Any]
+    ) -> None:
+        recorded = self.engine_args(profiling, engine=package)
+        self._replayed = adapter_named(package).for_replay(options, recorded)
+        self.engine, _, *model = self._replayed
+        self.tokens: Sequence[int] = ordinary_tokens(*model)
         self.init_capture(profiling, replica=replica)
 
     async def generate(self, id: str, prompt: list[int], tokens: int) -> None:
         """Serve one request."""
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
-        async for _ in self.engine.generate({"prompt_token_ids": prompt}, sampling, request_id=id):
-            pass
+        await self._replayed.generate(id, prompt, tokens)
 
     async def reset(self) -> None:
         """Empty the prefix cache."""
-        await self.engine.reset_prefix_cache()
-
-    def close(self) -> None:
-        """End the engine."""
-        self.engine.shutdown()
-
-
-class SGLangServer(SGLangCaptureMixin):
-    """An SGLang engine; see :class:`VLLMServer`. ``options`` are fields of ``ServerArgs``."""
-
-    def __init__(self, profiling: Mapping[str, Any], replica: int, options: Mapping[str, Any]):
-        arguments = imported("sglang.srt.server_args", "sglang", "sglang").ServerArgs
-        _check_options("SGLang", options, arguments)
-        import sglang
-
-        self.engine = sglang.Engine(**options)
-        manager = self.engine.tokenizer_manager
-        model = manager.model_config
-        config = model.hf_config.to_dict()
-        self.tokens: Sequence[int] = ordinary_tokens(model.vocab_size, config, manager.tokenizer)
-        self.init_capture(profiling, replica=replica)
-
-    async def generate(self, id: str, prompt: list[int], tokens: int) -> None:
-        """Serve one request."""
-        sampling = {"max_new_tokens": tokens, "ignore_eos": True}
-        await self.engine.async_generate(input_ids=prompt, sampling_params=sampling, rid=id)
-
-    async def reset(self) -> None:
-        """Empty the prefix cache."""
-        await self.engine.tokenizer_manager.flush_cache()
+        await self._replayed.reset()
 
     def close(self) -> None:
         """End the engine."""
@@ -212,16 +169,13 @@ class CompletionsServer(RolloutCaptureMixin):
         self._threads.shutdown()
 
 
-_ENGINES: dict[str, Callable[..., Server]] = {"vllm": VLLMServer, "sglang": SGLangServer}
-
-
 def servers_of(
     engine: str, profiling: Mapping[str, Any], options: Mapping[str, Any], replicas: int
 ) -> list[Server]:
     """Return the servers for a replay.
 
     Args:
-        engine: ``vllm``, ``sglang``, or the URL of a server of OpenAI's completions.
+        engine: Package of the engine, or the URL of a server of OpenAI's completions.
         profiling: Settings of the capture.
         options: Options of the engine.
         replicas: Number of engines.
@@ -234,16 +188,9 @@ def servers_of(
         if options or replicas != 1:
             raise ConfigError("--engine", "a running server keeps its own options and replicas")
         return [CompletionsServer(profiling, engine)]
-    if engine not in _ENGINES:
-        raise ConfigError("--engine", f"unknown {engine!r}; {choices_hint(engine, _ENGINES)}")
-    return [_ENGINES[engine](profiling, replica, options) for replica in range(replicas)]
-
-
-def _check_options(engine: str, options: Mapping[str, Any], arguments: type) -> None:
-    names = {field.name for field in dataclasses.fields(arguments)}
-    for name in options:
-        if name not in names:
-            raise ConfigError(f"--set {name}", f"{engine} has no such option")
+    if engine not in ENGINES:
+        raise ConfigError("--engine", f"unknown {engine!r}; {choices_hint(engine, ENGINES)}")
+    return [EngineServer(engine, profiling, replica, options) for replica in range(replicas)]
 
 
 async def replay(
