@@ -19,7 +19,7 @@ from verl_profiling.cli import COMMANDS, EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK, 
 from verl_profiling.manifest import NsysRange, StageSpan
 from verl_profiling.watch.log_writer import WatchLog
 
-AUTOMATION = Path(__file__).parents[1] / "docs" / "automation.md"
+COMMANDS_PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 
 
 class Printed(NamedTuple):
@@ -176,7 +176,7 @@ def test_other_documents(tmp_path: Path, printed: Any, capsys: Any) -> None:
 
 def test_every_command_has_its_row_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     """And the option in its help."""
-    page = AUTOMATION.read_text().partition("## JSON")[2].partition("\n## ")[0]
+    page = COMMANDS_PAGE.read_text().partition("## JSON")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `([a-z-]+)` \|", page, re.MULTILINE)
     assert sorted(rows) == sorted(COMMANDS)
     for command in COMMANDS:

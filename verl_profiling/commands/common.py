@@ -63,7 +63,7 @@ def add_json(parser: argparse.ArgumentParser, documents: str = "one document") -
         parser: The parser.
         documents: How many documents the command prints, for the help: ``one document per step``.
     """
-    option(parser, "--json", f"print JSON, {documents} (see docs/automation.md)")
+    option(parser, "--json", f"print JSON, {documents} (see docs/commands.md)")
 
 
 def add_paths(parser: argparse.ArgumentParser) -> None:
