@@ -46,6 +46,9 @@ def test_it_trains_and_shows_where_the_time_went(tmp_path: Path) -> None:
     assert "step 20, policy version 19\n" in done.stdout
     assert re.search(r"^What would help +$", done.stdout, re.MULTILINE)
     assert "24 steps logged, 1 to 24" in done.stdout
+    assert re.search(
+        "^start-up: .* init_capture of controller; ((?!unknown).)*$", done.stdout, re.M
+    )
     step = tmp_path / "outputs/grpo_demo/step_000020"
     assert f"wrote {step}/report.html\n" in done.stderr
     assert f"verl-profiling view {step}\n" in done.stderr

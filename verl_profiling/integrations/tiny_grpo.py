@@ -75,9 +75,10 @@ class PolicyWorker(CaptureMixin):
     mini_batches = 2
 
     def __init__(self, profiling: Any) -> None:
-        self.policy = tiny_policy()
-        self.optimizer = torch.optim.AdamW(self.policy.parameters())
         self.init_capture(profiling, role="actor")
+        with stage("weights"):
+            self.policy = tiny_policy()
+            self.optimizer = torch.optim.AdamW(self.policy.parameters())
 
     @stage("old_log_prob")
     def old_log_prob(self, batch: Batch) -> torch.Tensor:

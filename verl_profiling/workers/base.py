@@ -18,6 +18,7 @@ from verl_profiling.capture.protocol import (
 from verl_profiling.capture.session import Session, process_session, stage
 from verl_profiling.capture.stage_spans import Stage
 from verl_profiling.errors import CaptureStateError
+from verl_profiling.files.process_marks import marked
 from verl_profiling.identity import WorkerIdentity, process_rank
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.typed_values import value_of
@@ -88,7 +89,8 @@ class CaptureMixin:
         }
         identity = value_of(WorkerIdentity, fields, "init_capture")
         if settings.enable:
-            process_session().register(settings, identity)
+            with marked("init_capture"):
+                process_session().register(settings, identity)
             process_session().owns(self)
         self._capture_roles = {**self._capture_roles, role: (identity, settings.enable)}
 
