@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 
 import verl_profiling
 from verl_profiling import ConfigError, ProfilingConfig
-from verl_profiling.settings.config import Timeouts
+from verl_profiling.files.watch_signs import SIGNS
+from verl_profiling.settings.config import Anomaly, Timeouts
 from verl_profiling.settings.roles import Limits, RoleOverride, Selection
 from verl_profiling.settings.schedule import Schedule
 
@@ -299,6 +300,13 @@ def test_the_yaml_lists_every_setting_with_its_default() -> None:
     defaults = ProfilingConfig().to_dict()
     defaults.pop("enable")
     assert written == defaults
+
+
+def test_each_sign_of_the_watch_has_its_threshold_in_the_daily_tool() -> None:
+    """``watch.yaml`` lists the defaults, so that one can be overridden by its name alone."""
+    trigger = OmegaConf.to_container(OmegaConf.load(GROUP / "watch.yaml").watch.trigger)
+    assert trigger == dataclasses.asdict(Anomaly())
+    assert [*trigger][: len(SIGNS)] == [*SIGNS]
 
 
 json_like = st.recursive(

@@ -93,9 +93,11 @@ class EngineServer(RolloutCaptureMixin):
         self, package: str, profiling: Mapping[str, Any], replica: int, options: Mapping[str, Any]
     ) -> None:
         recorded = self.engine_args(profiling, engine=package)
-        self._replayed = adapter_named(package).for_replay(options, recorded)
-        self.engine, _, *model = self._replayed
-        self.tokens: Sequence[int] = ordinary_tokens(*model)
+        self._replayed = engine = adapter_named(package).for_replay(options, recorded)
+        self.engine = engine.engine
+        self.tokens: Sequence[int] = ordinary_tokens(
+            engine.vocabulary, engine.config, engine.tokenizer
+        )
         self.init_capture(profiling, replica=replica)
 
     async def generate(self, id: str, prompt: list[int], tokens: int) -> None:
