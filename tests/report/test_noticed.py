@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from drawn_steps import Worker, report_of
-from drawn_summaries import summary
+from drawn_summaries import MS, summary
 from step_folders import rewrite
 
 from verl_profiling.analysis import open_step
@@ -86,8 +87,36 @@ def test_any_capture_says_what_still_lasts(recovers_at: int, tmp_path: Path) -> 
     if recovers_at < 30:
         steps[-1] = summary(30, SLOW, captured=STEP)
     folder = captured_run(tmp_path / "run", Trigger(kind="demand"), steps)
-    found = [finding.rule for finding in open_step(folder).report().findings]
-    assert found == (["noticed"] if recovers_at == 1000 else [])
+    [finding] = open_step(folder).report().findings
+    assert ("Noticed in step 12" in finding.text) == (recovers_at == 1000)
+    assert finding.text.startswith("The stage" if recovers_at == 1000 else "This step took 3")
+
+
+@pytest.mark.parametrize("trigger", [Trigger(kind="schedule"), Trigger(kind="demand")])
+@pytest.mark.parametrize(
+    ("leader", "lead_ms", "who"),
+    [
+        ("reward_rank0", 1_500, " of reward_rank0"),
+        ("reward_rank0", 0, " of reward_rank0"),
+        ("reward_rank0", 200, " of several processes"),
+        ("", 0, "; of which process is not known"),
+    ],
+)
+def test_a_step_far_above_the_median_is_said_without_a_notice(
+    leader: str, lead_ms: int, who: str, trigger: Trigger, tmp_path: Path
+) -> None:
+    """With the stage and the process, if that is known; steps of other stages do not count."""
+    steps = [summary(number, USUAL) for number in range(1, 14)]
+    steps[3] = summary(4, USUAL | {"validate": 9_000})
+    steps.append(summary(14, SLOW, leader=leader, captured=STEP))
+    reward = steps[-1].exposed[0]
+    steps[-1].exposed[0] = msgspec.structs.replace(reward, lead_ns=lead_ms * MS)
+    [finding] = open_step(captured_run(tmp_path / "run", trigger, steps)).report().findings
+    assert finding.text == (
+        f"This step took 3.40 s, 1.9 times the median of 13 steps; +1.60 s are reward{who}."
+    )
+    few = captured_run(tmp_path / "few", trigger, steps[-4:])
+    assert open_step(few).report().findings == []
 
 
 def test_a_notice_whose_value_is_not_logged_is_no_usual_step(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         watched=watched,
         capture_steps=inputs.capture.steps if inputs.capture else [],
     )
-    return visible_text_of(find(report, noticed_here(request, watched, log)))
+    return visible_text_of(find(report, noticed_here(report, log)))
 
 
 def _parts(

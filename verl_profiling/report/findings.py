@@ -105,7 +105,7 @@ def _explains(finding: Finding, noticed: Loss, report: Report) -> bool:
     if finding.rule == "trajectory_cause":
         return bool(report.suspected_cause)
     request = report.capture_request
-    is_of_request = request is not None and noticed.lanes == request.suspects
+    is_of_request = request is not None and request.sign and noticed.lanes == request.suspects
     if request is not None and is_of_request and finding.rule in _WHO:
         return (request.stage or "the step") in finding.text  # also where it is another rank
     return finding.rule not in OWN_COST and _are_of(finding.lanes, noticed.lanes)

@@ -1,11 +1,12 @@
 """Whether a run is healthy, what changed when, and what to do: from the log of its watch.
 
-In a captured step, notices of the watch are losses: the first findings of its report.
+In a captured step, notices of the watch are losses: the first findings of its report. Without a
+notice, a step that is far above its run's median is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -14,9 +15,16 @@ from verl_profiling.files.step_summary import StepSummary
 from verl_profiling.files.watch_signs import IN_NO_STAGE, SIGNS, ran_in, sign_of, usual_of
 from verl_profiling.numbers.report_columns import RequestedCapture
 from verl_profiling.report.finding_measures import Loss
+from verl_profiling.report.model import Report
 from verl_profiling.report.phrases import counted, most_helpful, short_of_cpu
 from verl_profiling.report.run_table import Trend, trend_of
-from verl_profiling.report.watch_frame import RunView, logged_steps, noticed_in
+from verl_profiling.report.watch_frame import (
+    RunView,
+    excess,
+    logged_steps,
+    noticed_in,
+    stage_seconds,
+)
 from verl_profiling.units import duration, listed
 
 _LATEST = 5  # steps whose median is the present value: one quick step is no recovery
@@ -25,6 +33,11 @@ _RECENT = 400  # steps in which a change is searched
 _GROWN = 0.1  # change of a step's duration from which a run is not as usual
 _LEAST_STEPS = 12  # a drift of fewer steps is chance
 _MOST_OTHERS = 2  # anomalies beside the one that was captured: the page of the run has all
+_FAR = 1.5  # ratio to the median step; a tool that records all makes few steps as long
+_LEAST_USUAL = 5  # of fewer steps, the median is not known
+_COMPARE = (
+    "compare it with the capture of a usual step (`verl-profiling diff`): recording slows both"
+)
 
 
 class Event(NamedTuple):
@@ -257,16 +270,15 @@ def _from_to(trend: Trend) -> str:
     return f"from {duration(trend.before)} to {duration(trend.after)}"
 
 
-def noticed_here(
-    request: RequestedCapture | None, watched: StepSummary | None, log: Sequence[StepSummary]
-) -> list[Loss]:
-    """Return the anomaly that a step was captured for, its hang, and other anomalies that it has.
+def noticed_here(report: Report, log: Sequence[StepSummary]) -> list[Loss]:
+    """Return the anomaly that a step was captured for, its hang, and other anomalies that it has;
+    without any, by how much it is far above the median.
 
     Args:
-        request: The request of the capture; ``None`` if the schedule chose the step.
-        watched: The watch's summary of the captured step; ``None`` if unknown.
+        report: The report of the captured step.
         log: The log of the watch.
     """
+    request, watched = report.capture_request, report.watched
     losses = []
     seen = set()
     if request is not None and request.sign in SIGNS:
@@ -287,7 +299,49 @@ def noticed_here(
         if lasts and _what(trigger) not in seen:
             others.append(_lasting(trigger, value or 0.0, watched.seconds))
         seen.add(_what(trigger))
-    return losses + others[:_MOST_OTHERS]
+    losses += others[:_MOST_OTHERS]
+    return losses or [*_far_above(watched, stage_seconds(report), log)]
+
+
+def _far_above(
+    watched: StepSummary, stages: Mapping[str, float], log: Sequence[StepSummary]
+) -> Iterator[Loss]:
+    """Yield by how much a captured step is longer than the median step, and in which stage most, if
+    it is far longer.
+
+    It is compared with the uncaptured steps that have its stages, as a validation has one more.
+
+    Args:
+        watched: The watch's summary of the captured step.
+        stages: Time of its stages without that of starting and stopping the capture (s).
+        log: The log of the watch.
+    """
+    here_s = watched.exposed_s
+    every_s = [line.exposed_s for line in logged_steps(log) if not line.captured]
+    others_s = [of_step for of_step in every_s if of_step.keys() >= here_s.keys()]
+    if len(others_s) < _LEAST_USUAL:
+        return
+    own_s = {name: min(seconds, stages.get(name, seconds)) for name, seconds in here_s.items()}
+    took_s, *usual_s = (sum(of_step.values()) for of_step in (own_s, *others_s))
+    most = excess([*others_s, own_s], -1)
+    if most is None or not 0 < _FAR * median(usual_s) <= took_s:
+        return
+    stage, more_s = most
+    text = (
+        f"This step took {duration(took_s)}, {took_s / median(usual_s):.1f} times the median of "
+        f"{len(others_s)} steps; {duration(more_s, signed=True)} are {stage or IN_NO_STAGE}"
+    )
+    yield Loss(text + _whose(watched, stage, more_s), more_s, advice=_COMPARE)
+
+
+def _whose(watched: StepSummary, stage: str, more_s: float) -> str:
+    """Return whose time in a stage it is, as the end of a sentence."""
+    row = {row.name: row for row in watched.exposed}[stage]
+    if not row.leader:
+        return "; of which process is not known."
+    if row.lead_ns and 2e-9 * row.lead_ns < more_s:  # without a lead, it is the only one
+        return " of several processes."
+    return f" of {row.leader}."
 
 
 def _what(trigger: Trigger) -> tuple[str, str]:
