@@ -266,6 +266,18 @@ def test_a_process_that_leads_five_times_is_noticed() -> None:
     assert [*noticed(detector, larger)] == [42]
 
 
+@pytest.mark.parametrize(("ratio", "step"), [(1.6, 7), (4.0, 4)])
+@pytest.mark.parametrize("other", ["", "actor_rank1"])
+def test_a_step_without_a_leader_is_unknown(ratio: float, step: int, other: str) -> None:
+    """Who was late there is not known, so it ends no row; a step that another one leads does."""
+    leads = {"actor_rank3": ratio}
+    row = [leads, leads, {other: 2 * ratio} if other else {}]
+    found = noticed(leading(), (summary(at, slow=row[(at - 1) % 3]) for at in range(1, 25)))
+    shown = [at for at, each in found.items() if each.suspects == ["actor_rank3"]]
+    assert shown[:1] == ([] if other else [step])
+    assert all(min(found[at].history) > 0 for at in shown)
+
+
 def test_memory_that_grows_is_noticed() -> None:
     """By a fifth in 14 readings; a process that gives it back, or that warms up, is none."""
     steps = []

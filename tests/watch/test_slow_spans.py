@@ -149,3 +149,18 @@ def test_a_reason_has_lengths_and_only_spans_of_the_stage(
     assert (found.sign, found.stage) == ("slow_stage", slow)
     assert says in found.reason
     assert never not in found.reason
+
+
+def test_a_process_that_was_not_read_did_not_take_no_time() -> None:
+    """Spans of two processes grew by nothing where most steps before have those of one."""
+    detector, reasons = Detector(Anomaly()), []
+    for step in range(1, 34):
+        found = stage_of_engine(step, "rollout" * (step > 30), 1000)
+        usual, engine = stage_of_engine(step, "", 1000).workers[0], found.workers[1]
+        more = [msgspec.structs.replace(usual, lane="agent_loop_rank1", rank=1)] * (step > 24)
+        found.workers = [usual, *more, engine]
+        suspicion = detector.observe(found)
+        reasons += [suspicion.reason] if suspicion else []
+    [reason] = reasons
+    assert "stage rollout took 900 ms" in reason
+    assert "of agent_loop" not in reason

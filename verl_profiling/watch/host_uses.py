@@ -199,9 +199,9 @@ class MemoryGrowth:
         alike = {}
         if suspects:
             alike = {
-                lane: use.held_bytes or 0
+                lane: use.held_bytes
                 for lane, use in lanes.items()
-                if use.role == lanes[cause.who].role
+                if use.role == lanes[cause.who].role and use.held_bytes is not None
             }
         return Suspicion(
             noticed=summary.step,
@@ -237,7 +237,7 @@ class HostUses:
         """
         if sign_of(suspicion).unit.seconds is None:  # it is not slow
             return suspicion
-        waits = {lane: use.no_cpu or 0.0 for lane, use in self._last.items()}
+        waits = {lane: use.no_cpu for lane, use in self._last.items() if use.no_cpu is not None}
         lanes = suspicion.suspects
         if not lanes:
             among = [lane for lane in suspicion.everyone or waits if lane in waits]

@@ -63,7 +63,7 @@ class Detector:
         self._ran: deque[list[str]] = deque()
         self._often = Counter[str]()  # number of the steps in the window in which a stage ran
         self._seldom: set[str] = set()
-        self._leads: dict[tuple[str, str], deque[float]] = {}
+        self._leads: dict[tuple[str, str], deque[float | None]] = {}
         self._noticed_leads: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._spans = SpanPast(options)
         self._work = WorkPast(options.window)
@@ -187,30 +187,34 @@ class Detector:
         """Return a suspicion if a process leads in a stage: its peers keep waiting for it.
 
         It has to lead in five steps in a row, or in every second one of seven. For a lead of three
-        times the threshold, three steps in a row are enough. A larger lead is detected again. Of
-        several, the largest is detected first. Slow stages go before leads, and their suspects
-        count as detected.
+        times the threshold, three steps in a row are enough. Few steps between them may have no
+        leader, as it is unknown there who was late. A larger lead is detected again. Of several,
+        the largest is detected first. Slow stages go before leads, and their suspects count as
+        detected.
         """
         least = self._options.leader
         if least is None:
             return slow
         leads = _leads(summary)
+        led = {row.name for row in summary.exposed if row.leader}
         leading = None
         for who in sorted({**self._leads, **leads}, key=lambda who: -leads.get(who, 0.0)):
             stage, lane = who
+            lead = leads.get(who, 0.0)
             shares = self._leads.setdefault(who, deque(maxlen=self._options.window))
-            shares.append(leads.get(who, 0.0))
-            if max(shares) < least:
+            shares.append(lead if stage in led else None)
+            known = _known(shares)
+            if max(known, default=0.0) < least:
                 self._leads.pop(who)
                 self._noticed_leads.pop(who, None)
             elif slow is not None and stage == slow.stage and lane in slow.suspects:
-                self._noticed_leads[who] = max(self._noticed_leads[who], shares[-1])
-            elif slow is None and leading is None and self._is_news(who, shares, least):
-                self._noticed_leads[who] = max([*shares][-5:])
-                leading = _leader(stage, lane, shares, summary)
+                self._noticed_leads[who] = max(self._noticed_leads[who], lead)
+            elif slow is None and leading is None and lead and self._is_news(who, shares, least):
+                self._noticed_leads[who] = max(known[-5:])
+                leading = _leader(stage, lane, known, summary)
         return slow or leading
 
-    def _is_news(self, who: tuple[str, str], shares: Iterable[float], least: float) -> bool:
+    def _is_news(self, who: tuple[str, str], shares: Iterable[float | None], least: float) -> bool:
         return _lasting(shares, least) >= max(least, NEWS * self._noticed_leads[who])
 
     def _slow_span(
@@ -233,18 +237,23 @@ class Detector:
         return with_span(suspicion, summary, role, name)
 
 
-def _lasting(shares: Iterable[float], least: float) -> float:
+def _known(shares: Iterable[float | None]) -> list[float]:
+    return [share for share in shares if share is not None]
+
+
+def _lasting(shares: Iterable[float | None], least: float) -> float:
     """Return the largest lead that lasts, as a share of the step.
 
     A lead lasts in three ways:
 
-    - over five steps, if none of them has much less than ``least``: their median
+    - over five known steps of seven, if none of them has much less than ``least``: their median
     - over every second step of seven: the smallest lead
-    - over three steps: a third of the smallest lead
+    - over three known steps of four: a third of the smallest lead
     """
-    latest = [*[0.0] * 7, *shares]
-    steady = median(latest[-5:]) if min(latest[-5:]) >= _STEADY_LEAD * least else 0.0
-    return max(steady, min(latest[-7::2]), min(latest[-3:]) / _LARGE_LEAD)
+    latest = [*[0.0] * 7, *shares][-7:]
+    five, three = _known([0.0, 0.0, *latest])[-5:], _known([0.0, *latest[-4:]])[-3:]
+    steady = median(five) if min(five) >= _STEADY_LEAD * least else 0.0
+    return max(steady, min(share or 0.0 for share in latest[::2]), min(three) / _LARGE_LEAD)
 
 
 def _leader(stage: str, lane: str, shares: Sequence[float], summary: StepSummary) -> Suspicion:

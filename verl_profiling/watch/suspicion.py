@@ -6,7 +6,7 @@ every step. The totals explain why a stage became slow.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import chain
@@ -96,12 +96,12 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
         return [f"longest there: {', '.join(self.suspects)}" if self.suspects else NOBODY]
 
     def lasts_in(self, summary: StepSummary) -> bool:
-        """Return whether another step still has at least half of the excess over the median;
-        always ``True`` for signs that are not of the loop.
+        """Return whether another step may still have at least half of the excess over the median;
+        always ``True`` for signs that are not of the loop, and where the stage did not run.
         """
         sign = sign_of(self)
-        took_s = sign.value_in(self, summary) or 0.0
-        return not sign.is_of_loop or 2 * took_s >= self.value + self.median
+        took_s = sign.value_in(self, summary)
+        return not sign.is_of_loop or took_s is None or 2 * took_s >= self.value + self.median
 
     def named_in(self, summary: StepSummary) -> Suspicion:
         """Return the suspicion, with suspects if two later slow steps have the same first suspect.
@@ -164,12 +164,12 @@ class SpanPast:
 
     def __init__(self, options: Anomaly) -> None:
         self._options = options
-        self._totals: deque[SpanTotals] = deque(maxlen=options.window)
+        self._totals: deque[tuple[Counter[str], SpanTotals]] = deque(maxlen=options.window)
         self.series = defaultdict[SpanKey, Series](partial(Series, options.window))
 
     def join(self, totals: SpanTotals, summary: StepSummary) -> list[SpanKey]:
         """Add the spans of a step; return the spans whose mean time per call became slow."""
-        self._totals.append(totals)
+        self._totals.append((_read(summary), totals))
         if self._options.slow_span is None:
             return []
         return [key for key, total in totals.items() if self._is_slow(key, total, totals, summary)]
@@ -190,14 +190,16 @@ class SpanPast:
         amount = series.measure(total.seconds / total.runs, self._options.slow_span, matters_s)
         return series.add(_OF_A_STAGE * amount)
 
-    def grown(self, totals: SpanTotals, enough_ns: float) -> dict[SpanKey, str]:
+    def grown(self, summary: StepSummary, enough_ns: float) -> dict[SpanKey, str]:
         """Return the spans whose totals grew by at least ``enough_ns``, each with a sentence.
 
         The largest growth is first, and trajectories are last.
         """
         rows = []
-        for key, total in totals.items():
-            past = self._past_of(key)
+        for key, total in by_role(summary).items():
+            past = self._past_of(key, summary)
+            if not past:
+                continue
             usual_ns = median(map(attrgetter("duration_ns"), past))
             runs = median(map(attrgetter("runs"), past))
             more_ns = total.duration_ns - usual_ns
@@ -213,20 +215,29 @@ class SpanPast:
                 rows.append((key[1] == TRAJECTORY, -more_ns, key, sentence))
         return {key: sentence for *_, key, sentence in sorted(rows)}
 
-    def longer(self, totals: SpanTotals) -> list[str]:
+    def longer(self, summary: StepSummary) -> list[str]:
         """Return sentences on trajectories with more tokens than usual."""
         sentences = []
-        for (role, name), total in totals.items():
-            past = [one.tokens / one.runs for one in self._past_of((role, name)) if one.runs]
+        for (role, name), total in by_role(summary).items():
+            past_totals = self._past_of((role, name), summary)
+            past = [one.tokens / one.runs for one in past_totals if one.runs]
             usual = median(past) if past else 0.0
             if name == TRAJECTORY and usual and total.tokens > NEWS * usual * total.runs:
                 mean = total.tokens / total.runs
                 sentences.append(f"a {name} of {role} has {mean:,.0f} tokens, usually {usual:,.0f}")
         return sentences
 
-    def _past_of(self, key: SpanKey) -> list[SpanTotal]:
-        none = SpanTotal(key[1], 0, 0)
-        return [totals.get(key, none) for totals in self._totals] or [none]
+    def _past_of(self, key: SpanKey, summary: StepSummary) -> list[SpanTotal]:
+        """Return the totals of a span in the steps in which as many processes of its role were
+        read: fewer have less, and what the others did is unknown.
+        """
+        none, many = SpanTotal(key[1], 0, 0), _read(summary)[key[0]]
+        return [totals.get(key, none) for read, totals in self._totals if read[key[0]] == many]
+
+
+def _read(summary: StepSummary) -> Counter[str]:
+    """Return the number of processes that were read, by role."""
+    return Counter(map(attrgetter("role"), summary.processes))
 
 
 def is_wait(name: str) -> bool:
@@ -270,12 +281,11 @@ def explained(
         spans: The past of each span.
         outside: The past of the time in no stage, if there is any.
     """
-    totals = by_role(summary)
-    grown = _grown(suspicion, totals, summary, spans)
+    grown = _grown(suspicion, summary, spans)
     sentences = [*grown.values()][:_MOST_SPANS_NAMED]
     if grown:
-        sentences += spans.longer(totals)
-        suspicion = _by_growth(suspicion, summary, [*grown], totals)
+        sentences += spans.longer(summary)
+        suspicion = _by_growth(suspicion, summary, [*grown])
     elif not suspicion.stage and _loop_was_alone(summary, outside):
         sentences.append(
             "meanwhile no process was in a stage, so the loop's own code took the time"
@@ -292,12 +302,7 @@ def _loop_was_alone(summary: StepSummary, outside: Series | None) -> bool:
     return outside is not None and 2e-9 * alone_ns(summary) >= outside.value + outside.past.usual
 
 
-def _grown(
-    suspicion: Suspicion,
-    totals: SpanTotals,
-    summary: StepSummary,
-    spans: SpanPast,
-) -> dict[SpanKey, str]:
+def _grown(suspicion: Suspicion, summary: StepSummary, spans: SpanPast) -> dict[SpanKey, str]:
     """Return the spans that grew by at least half of the suspicion's excess over the median, of
     roles that worked in its stage.
 
@@ -309,7 +314,7 @@ def _grown(
     ran = {*chain(*map(attrgetter("ran"), working))}
     least_ns = (suspicion.value - suspicion.median) * 1e9 / 2
     grown = {}
-    for (role, name), sentence in spans.grown(totals, least_ns).items():
+    for (role, name), sentence in spans.grown(summary, least_ns).items():
         is_inside = name in ran or name.startswith(WEIGHT_SYNC)
         if role in roles and (is_inside or suspicion.stage != WEIGHT_SYNC):
             grown[role, name] = sentence
@@ -330,18 +335,14 @@ def _roles_at_work(working: Iterable[Standing], summary: StepSummary) -> set[str
     return {*map(attrgetter("role"), summary.processes)}
 
 
-def _by_growth(
-    suspicion: Suspicion,
-    summary: StepSummary,
-    grown: list[SpanKey],
-    totals: Mapping[SpanKey, SpanTotal],
-) -> Suspicion:
+def _by_growth(suspicion: Suspicion, summary: StepSummary, grown: list[SpanKey]) -> Suspicion:
     """Return the suspicion with the processes that do the work of the grown spans as first
     suspects.
 
     An agent loop waits for the process that does the work, if that has a span of the same name.
     """
     name = GENERATE if grown[0][1] == TRAJECTORY else grown[0][1]
+    totals = by_role(summary)
     doing = [key for key in grown if key[1] == name and (key[0], TRAJECTORY) not in totals]
     first = {use.lane for use in summary.workers if use.role == worker_role(name)}
     suspects = sorted(suspicion.suspects, key=lambda lane: lane not in first)
