@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -33,7 +33,9 @@ from verl_profiling.units import visible
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+    from typing_extensions import Unpack
 
+    from verl_profiling.predict.changes import ChangeKeywords
     from verl_profiling.predict.prediction import Prediction
     from verl_profiling.predict.step_graph import Graph
     from verl_profiling.report.model import Report
@@ -326,7 +328,9 @@ class CapturedStep:
             titles = ", ".join(step.inputs.title for step in steps)
             raise ConfigError(method, f"{self.directory} holds {titles}: use by_step() for each")
 
-    def what_if(self, *, on_progress: Progress | None = None, **changes: Any) -> Prediction:
+    def what_if(
+        self, *, on_progress: Progress | None = None, **changes: Unpack[ChangeKeywords]
+    ) -> Prediction:
         """Return the step after changes with its critical path; without changes, the recorded step.
 
         Only the first call reads the traces, and each with changed kernels.
@@ -347,7 +351,8 @@ class CapturedStep:
         from verl_profiling.predict.prediction import predict
         from verl_profiling.steps.read import read_step
 
-        wanted = Changes(**{name: value for name, value in changes.items() if value is not None})
+        given = {name: value for name, value in changes.items() if value is not None}
+        wanted = Changes(**given)  # type: ignore[arg-type]
         if self._graph is None:
             self._only_step("what_if")
             content = read_step(self.inputs, on_progress)

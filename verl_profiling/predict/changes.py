@@ -1,7 +1,7 @@
 """The changes that a user can ask for with ``what-if``: their values, options and assumptions.
 
-A new change is a field of :class:`Changes`, and its row of :data:`CHANGES`; the command and
-``CapturedStep.what_if`` take all fields. Its effect is in
+A new change is a field of :class:`Changes` and of :class:`ChangeKeywords`, and its row of
+:data:`CHANGES`; the command and ``CapturedStep.what_if`` take all fields. Its effect is in
 :mod:`verl_profiling.predict.change_effects`; of other resources, it is replayed in
 :mod:`verl_profiling.predict.replicas`. ``predict/prediction.py`` may offer it as a change that
 would help.
@@ -14,7 +14,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
@@ -23,6 +23,19 @@ from verl_profiling.predict.kernels import KERNEL
 
 TOOL = "tool:"
 """Prefix of the name of a tool's spans, e.g. ``tool:search``; changes have the name without it."""
+
+
+class ChangeKeywords(TypedDict, total=False):
+    """The fields of :class:`Changes` as keywords of a call; ``None`` for no change."""
+
+    scale: Mapping[str, float] | None
+    balance: Sequence[str] | None
+    no_tail: float | None
+    tools: Mapping[str, float | str] | None
+    unblock: Sequence[str] | None
+    replicas: int | None
+    concurrency: int | None
+    steps_ahead: int | None
 
 
 class Change(NamedTuple):
