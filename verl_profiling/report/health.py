@@ -309,7 +309,7 @@ def _far_above(
     """Yield by how much a captured step is longer than the median step, and in which stage most, if
     it is far longer.
 
-    It is compared with the uncaptured steps that have its stages, as a validation has one more.
+    It is compared with steps without a capture that have its stages, as a validation has one more.
 
     Args:
         watched: The watch's summary of the captured step.
