@@ -18,6 +18,7 @@ from verl_profiling.integrations.replay import EngineServer
 SPECIAL_IDS = (0, 1, 2)  # of tiny_model
 VLLM: dict[str, Any] = {
     "skip_tokenizer_init": True,
+    "dtype": "float32",  # with bfloat16, workers are killed on some CPUs
     "enforce_eager": True,
     "max_model_len": 512,
     "max_num_seqs": 8,
