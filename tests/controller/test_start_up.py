@@ -89,6 +89,7 @@ def test_what_made_the_start_slow_comes_first(
     assert least_s < sum(part.seconds for part in start_up.path) < most_s
     assert start_up.step == 7
     names = {part.name for part in start_up.parts if part.lane == "actor_rank0"}
+    names.discard("init_capture")  # of the first test in a process: it imports the tools
     assert names == {"modules", "weights"}
 
 
